@@ -39,9 +39,6 @@ class Scratch {
 
 template <class Work>
 struct CastReduction : PhasedReduction<CastReduction<Work>> {
-  CastReduction(Work work, at::Tensor flat, at::Tensor converted)
-      : work(std::move(work)), flat(std::move(flat)), converted(std::move(converted)) {}
-
   template <class Wait>
   void finish(Wait&& wait) {
     wait(work);
@@ -71,7 +68,7 @@ class CastHook {
     }
     converted.div_(comm.size());
     wire_bytes_ += sent_bytes(comm, converted);
-    return {comm.all_reduce(converted, ReduceOp::sum), bucket.flat, converted};
+    return {{}, comm.all_reduce(converted, ReduceOp::sum), bucket.flat, converted};
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
@@ -127,7 +124,7 @@ class Bf16Fp32Hook {
     line.narrow(0, 0, length).copy_(bucket.flat);
     line.narrow(0, length, ranks * part - length).zero_();
     wire_bytes_ += detail::sent_bytes(comm, parts);
-    return Sum<Comm>(comm.all_to_all(received, parts), *this, comm, bucket.flat, parts, received);
+    return Sum<Comm>{{}, comm.all_to_all(received, parts), this, &comm, bucket.flat, parts, received};
   }
 
   [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
@@ -137,15 +134,6 @@ class Bf16Fp32Hook {
  private:
   template <class Comm>
   struct Sum : detail::PhasedReduction<Sum<Comm>> {
-    Sum(typename Comm::Work work, Bf16Fp32Hook& hook, Comm& comm, at::Tensor flat, at::Tensor parts,
-        at::Tensor received)
-        : exchange(std::move(work)),
-          hook(&hook),
-          comm(&comm),
-          flat(std::move(flat)),
-          parts(std::move(parts)),
-          received(std::move(received)) {}
-
     template <class Wait>
     void finish(Wait&& wait) {
       wait(exchange);
@@ -200,7 +188,7 @@ class QuantizedHook {
     const at::Tensor all = all_.get(bucket.index, {comm.size(), layout.bytes()}, bytes);
     quantize(layout, bucket.flat, own);
     wire_bytes_ += detail::sent_bytes(comm, own);
-    return Sum<typename Comm::Work>(comm.all_gather(all, own), bucket.flat, all, layout);
+    return Sum<typename Comm::Work>{{}, comm.all_gather(all, own), bucket.flat, all, layout};
   }
 
   [[nodiscard]] std::string_view name() const {
@@ -287,9 +275,6 @@ class QuantizedHook {
 
   template <class Work>
   struct Sum : detail::PhasedReduction<Sum<Work>> {
-    Sum(Work work, at::Tensor flat, at::Tensor all, Layout layout)
-        : work(std::move(work)), flat(std::move(flat)), all(std::move(all)), layout(layout) {}
-
     template <class Wait>
     void finish(Wait&& wait) {
       wait(work);

@@ -169,25 +169,16 @@ void write_whole(torch::optim::Optimizer& optimizer, const Write& write) {
     write(optimizer);
 }
 
-/// An option by Python's name, in Python's order.
-template <class Visit>
-void each_python_option(SgdOptions& options, const Visit& visit) {
-  visit("lr", options.lr, true);
-  visit("momentum", options.momentum, true);
-  visit("dampening", options.dampening, true);
-  visit("weight_decay", options.weight_decay, true);
-  visit("nesterov", options.nesterov, false);
-  visit("maximize", options.maximize, false);
-}
-template <class Visit>
-void each_python_option(AdamOptions& options, const Visit& visit) {
-  visit("lr", options.lr, true);
-  visit("betas", options.betas, true);
-  visit("eps", options.eps, true);
-  visit("weight_decay", options.weight_decay, true);
-  visit("amsgrad", options.amsgrad, false);
-  visit("maximize", options.maximize, false);
-  visit("decoupled_weight_decay", options.decoupled, false);
+/// Visits each option by Python's name, in Python's order, and tells whether every version of Python has it.
+template <class Options, class Visit>
+void each_python_option(Options& options, const Visit& visit) {
+  Options::each_field(options, [&]<class Value>(const std::string_view name, Value& value) {
+    if constexpr (requires { options.betas; })
+      if (name == "beta1" || name == "beta2")
+        return name == "beta1" ? visit("betas", options.betas, true) : void();
+    visit(name == "decoupled" ? "decoupled_weight_decay" : std::string(name), value,
+          !std::is_same_v<Value, bool>);
+  });
 }
 
 /// Returns a number of Python: an int, a float, or a tensor with one element.
@@ -219,7 +210,7 @@ inline bool read_option(const c10::IValue& value, std::array<double, 2>& to) {
 template <class Options>
 c10::impl::GenericDict group_dict(Options options) {
   c10::impl::GenericDict group = new_dict();
-  each_python_option(options, [&](const char* name, const auto& value, bool) {
+  each_python_option(options, [&](const std::string& name, const auto& value, bool) {
     if constexpr (requires { value[1]; })
       group.insert(name, c10::ivalue::Tuple::create(value[0], value[1]));
     else
@@ -365,7 +356,7 @@ class OptimizerReader {
     const Options own = Adapter::options(optimizer_.param_groups()[g]);
     Options options = own;
     std::vector<std::string> known, missing, extra;
-    each_python_option(options, [&](const char* name, auto& option, bool required) {
+    each_python_option(options, [&](const std::string& name, auto& option, bool required) {
       known.emplace_back(name);
       const auto found = group.find(name);
       if (found == group.end()) {
