@@ -38,11 +38,23 @@ lockstep::StateDict small() {
 TEST_CASE("what save_safetensors writes, load_safetensors reads: all dtypes, shapes, names and metadata") {
   const TemporaryFolder folder;
   lockstep::StateDict entries = small();
-  for (const auto type :
-       {at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte, at::kComplexFloat,
-        at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn, at::kFloat8_e5m2})
+  for (const auto type : {
+         at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte, at::kComplexFloat,
+             at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn, at::kFloat8_e5m2
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
+             ,
+             at::ScalarType::Float8_e8m0fnu
+#endif
+       })
     entries.push_back({std::string("of ") + c10::toString(type), torch::arange(5).to(type)});
   entries.push_back({"quote \" backslash \\ line\n tab\t \xC3\xBC \xF0\x9F\x98\x80", torch::ones({1})});
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
+  CHECK(lockstep::deserialize_safetensors(
+            file_of(R"({"a":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]}})", "\x7F\x80"), "a")
+            .tensors[0]
+            .tensor.to(at::kFloat)
+            .equal(torch::tensor({1.F, 2.F})));
+#endif
   const lockstep::SafetensorsMetadata metadata{{"format", "pt"}, {"note", "a \"b\"\x01"}};
   lockstep::save_safetensors(entries, folder / "a.safetensors", metadata);
   const lockstep::Safetensors read = lockstep::load_safetensors(folder / "a.safetensors");

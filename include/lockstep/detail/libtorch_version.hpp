@@ -96,4 +96,15 @@ bool is_capturing(const Guard& guard, const Stream& stream) {
     return false;
 }
 
+/// The dtype float8_e8m0fnu, which LibTorch has since 2.7; Undefined before.
+template <class Type>
+constexpr Type float8_e8m0fnu_of() {
+  if constexpr (requires { Type::Float8_e8m0fnu; })
+    return Type::Float8_e8m0fnu;
+  else
+    return Type::Undefined;
+}
+inline constexpr at::ScalarType float8_e8m0fnu = float8_e8m0fnu_of<at::ScalarType>();
+inline constexpr bool has_float8_e8m0fnu = float8_e8m0fnu != at::ScalarType::Undefined;
+
 }  // namespace lockstep::detail

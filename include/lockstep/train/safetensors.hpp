@@ -24,8 +24,8 @@ std::string serialize_safetensors(const StateDict& entries,
 Safetensors deserialize_safetensors(std::string_view bytes, std::string_view origin);
 
 /// Writes tensors in the safetensors format. Takes the dtypes float64, float32, float16, bfloat16, int64,
-/// int32, int16, int8, uint8, uint16, uint32, uint64, bool, complex64, float8_e4m3fn and float8_e5m2. A tensor under several names is written under each. The
-/// file is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a
+/// int32, int16, int8, uint8, uint16, uint32, uint64, bool, complex64, float8_e4m3fn, float8_e5m2 and, from LibTorch 2.7 on,
+/// float8_e8m0fnu. A tensor under several names is written under each. The file is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a
 /// name or text that is not UTF-8; CheckpointError if writing fails.
 /// Counterpart: safetensors.torch.save_file.
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path,

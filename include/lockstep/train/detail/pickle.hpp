@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
 
+#include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/train/detail/archive.hpp"
 
 // The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to
@@ -18,23 +19,25 @@ struct FileDtype {
   at::ScalarType type;
   std::string_view storage, safetensors;
 };
-inline constexpr std::array<FileDtype, 17> file_dtypes{{{at::kDouble, "DoubleStorage", "F64"},
-                                                        {at::kFloat, "FloatStorage", "F32"},
-                                                        {at::kHalf, "HalfStorage", "F16"},
-                                                        {at::kBFloat16, "BFloat16Storage", "BF16"},
-                                                        {at::kLong, "LongStorage", "I64"},
-                                                        {at::kInt, "IntStorage", "I32"},
-                                                        {at::kShort, "ShortStorage", "I16"},
-                                                        {at::kChar, "CharStorage", "I8"},
-                                                        {at::kByte, "ByteStorage", "U8"},
-                                                        {at::kBool, "BoolStorage", "BOOL"},
-                                                        {at::kComplexFloat, "ComplexFloatStorage", "C64"},
-                                                        {at::kComplexDouble, "ComplexDoubleStorage", ""},
-                                                        {at::kUInt16, "", "U16"},
-                                                        {at::kUInt32, "", "U32"},
-                                                        {at::kUInt64, "", "U64"},
-                                                        {at::kFloat8_e4m3fn, "", "F8_E4M3"},
-                                                        {at::kFloat8_e5m2, "", "F8_E5M2"}}};
+inline constexpr std::array<FileDtype, 18> file_dtypes{
+    {{at::kDouble, "DoubleStorage", "F64"},
+     {at::kFloat, "FloatStorage", "F32"},
+     {at::kHalf, "HalfStorage", "F16"},
+     {at::kBFloat16, "BFloat16Storage", "BF16"},
+     {at::kLong, "LongStorage", "I64"},
+     {at::kInt, "IntStorage", "I32"},
+     {at::kShort, "ShortStorage", "I16"},
+     {at::kChar, "CharStorage", "I8"},
+     {at::kByte, "ByteStorage", "U8"},
+     {at::kBool, "BoolStorage", "BOOL"},
+     {at::kComplexFloat, "ComplexFloatStorage", "C64"},
+     {at::kComplexDouble, "ComplexDoubleStorage", ""},
+     {at::kUInt16, "", "U16"},
+     {at::kUInt32, "", "U32"},
+     {at::kUInt64, "", "U64"},
+     {at::kFloat8_e4m3fn, "", "F8_E4M3"},
+     {at::kFloat8_e5m2, "", "F8_E5M2"},
+     {float8_e8m0fnu, "", has_float8_e8m0fnu ? "F8_E8M0" : ""}}};
 /// Returns the dtype whose `member` is `value`, null if there is none.
 template <class Value>
 const FileDtype* file_dtype(Value FileDtype::*member, const Value& value) {
