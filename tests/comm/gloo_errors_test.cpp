@@ -40,29 +40,6 @@ TEST_CASE("tensors that Gloo cannot take are refused by name") {
   comm.barrier();
 }
 
-TEST_CASE("with check_shapes every rank throws one and the same mismatch, and goes on") {
-  TestedComm comm{test_world(), {.check_shapes = true}};
-  const int size = comm.size(), rank = comm.rank();
-  auto good = at::ones({4});
-  comm.all_reduce(good).synchronize();
-  CHECK(good[0].item<double>() == size);
-  if (size == 1) return;
-  const auto mismatch = [&](auto&& call) {
-    return text_of<lockstep::MismatchError>([&] { call().synchronize(); });
-  };
-  const auto shapes = mismatch([&] { return comm.all_reduce(at::ones({rank == 1 ? 8 : 4})); });
-  CHECK_THAT(shapes, ContainsSubstring("all_reduce #2: rank 0 [4] float32, rank 1 [8] float32"));
-  const auto types =
-      mismatch([&] { return comm.all_reduce(at::ones({4}, rank == 1 ? at::kLong : at::kFloat)); });
-  CHECK_THAT(types, ContainsSubstring("all_reduce #3: rank 0 [4] float32, rank 1 [4] int64"));
-  const auto ops = mismatch([&] { return rank == 1 ? comm.broadcast(good) : comm.all_reduce(good); });
-  CHECK_THAT(ops, ContainsSubstring("collective #4: rank 0 all_reduce of sum, rank 1 broadcast with root 0"));
-  const auto roots = mismatch([&] { return comm.broadcast(good, rank == 1 ? 1 : 0); });
-  CHECK_THAT(roots, ContainsSubstring("rank 0 broadcast with root 0, rank 1 broadcast with root 1"));
-  for (const auto& other : comm.all_gather_bytes(shapes + types + ops + roots))
-    CHECK(other == shapes + types + ops + roots);
-}
-
 TEST_CASE("a wait that runs out names the late rank, and can be repeated", "[2+]") {
   TestedComm comm{test_world()};
   comm.barrier();

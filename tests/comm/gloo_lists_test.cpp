@@ -171,14 +171,4 @@ TEST_CASE("lists that do not go together are refused before anything is sent") {
   comm.barrier();
 }
 
-TEST_CASE("with check_shapes a list that differs on one rank is refused on all", "[2+]") {
-  TestedComm comm{test_world(), {.check_shapes = true}};
-  const Tensors list{at::zeros({2}), at::zeros({comm.rank() == 1 ? 3 : 4}, at::kLong)};
-  CHECK_THROWS_WITH(comm.reduce(list),
-                    ContainsSubstring("reduce #1: tensor 1: rank 0 [4] int64, rank 1 [3] int64"));
-  CHECK_THROWS_WITH(comm.reduce(comm.rank() == 1 ? Tensors{list[0]} : list),
-                    ContainsSubstring("reduce #2: tensor 1: rank 0 [4] int64, rank 1 nothing"));
-  comm.barrier();
-}
-
 }  // namespace gloo_lists_test

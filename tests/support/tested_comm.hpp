@@ -38,8 +38,7 @@ inline c10::intrusive_ptr<c10d::Backend> process_group(const lockstep::World& wo
 class TestedComm : public lockstep::ProcessGroupComm {
  public:
   explicit TestedComm(const lockstep::World& world, const lockstep::GlooOptions& options = {})
-      : ProcessGroupComm(world, process_group(world, options),
-                         {.timeout = options.timeout, .check_shapes = options.check_shapes}) {}
+      : ProcessGroupComm(world, process_group(world, options), {.timeout = options.timeout}) {}
 
   [[nodiscard]] std::optional<TestedComm> new_group(const std::vector<int>& ranks) {
     if (auto group = split_group(ranks)) return TestedComm(std::move(group));

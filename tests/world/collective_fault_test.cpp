@@ -171,6 +171,26 @@ TEST_CASE("a failure between collectives ends all within 5 s, whatever the timeo
     }
 }
 
+TEST_CASE("no run whose ranks have made different calls ends well") {
+  for (const std::string mode : {"other dtype", "other op", "other size", "other count"}) {
+    const std::string text = mode == "other count" ? "every rank must make the same calls, and equally many"
+                                                   : "the ranks disagree on collective #3: rank ";
+    for (const int nproc : {2, 3}) {
+      auto launched = lockstep_test::start({program, mode, "--nproc", std::to_string(nproc)});
+      REQUIRE(launched.wait(30s));
+      INFO(mode << " of " << nproc << "\n" << launched.out() << launched.error());
+      CHECK(launched.exit_code() == 1);
+      CHECK(count(launched.error(), "error: ") == 1);
+      CHECK_THAT(launched.error(), ContainsSubstring(text));
+    }
+    Together ranks({program, mode}, 2);
+    const auto codes = ranks.wait(30s);
+    INFO(mode << " by hand\n" << ranks[0].error() << ranks[1].error());
+    CHECK((codes[0] == 1 || codes[1] == 1));
+    CHECK_THAT(ranks[0].error() + ranks[1].error(), ContainsSubstring(text));
+  }
+}
+
 TEST_CASE("by hand the others hear of a rank that fails before it has met them, or that hosted the store") {
   for (const std::string mode : {"never meets", "never meets first", "killed first"}) {
     const auto begin = Clock::now();
@@ -186,7 +206,10 @@ TEST_CASE("by hand the others hear of a rank that fails before it has met them, 
       CHECK(error.starts_with("error: "));
       CHECK(count(error, "\n") == 1);
       if (mode == "never meets") CHECK_THAT(error, ContainsSubstring("a bad batch"));
-      if (rank != culprit) CHECK_THAT(error, ContainsSubstring(fmt::format("rank {} failed first", culprit)));
+      if (rank != culprit)
+        CHECK_THAT(error,
+                   ContainsSubstring(mode == "killed first" ? "rank 0 has ended, and the store with it"
+                                                            : fmt::format("rank {} failed first", culprit)));
     }
   }
 }

@@ -31,6 +31,36 @@ bool is_child_that_returns(const std::string& mode) {
   return false;
 }
 
+// Makes six calls, of which the third is another one on rank `culprit`. No rank waits in vain, so that the program would
+// end well.
+int call_differently(const std::string& mode, const lockstep::World& world, int culprit) {
+  const bool differs = world.rank() == culprit;
+  lockstep::GlooComm comm{world};
+  const auto reduce = [&](at::ScalarType type = at::kFloat, lockstep::ReduceOp op = lockstep::ReduceOp::sum,
+                          std::int64_t elements = 4) {
+    auto tensor = torch::ones({elements}).to(type);
+    comm.all_reduce(tensor, op).synchronize();
+  };
+  const auto broadcast = [&](std::int64_t elements) {
+    auto tensor = torch::ones({elements});
+    comm.broadcast(tensor, world.size() - 1).synchronize();
+  };
+  for (int call = 0; call < 6; ++call) {
+    if (call != 2 || !differs || mode == "other count")
+      mode == "other size" && call == 2 ? broadcast(8) : reduce();
+    else if (mode == "other dtype")
+      reduce(at::kInt);
+    else if (mode == "other op")
+      reduce(at::kFloat, lockstep::ReduceOp::product);
+    else if (mode == "other size")
+      broadcast(4);  // the root sends less than the others expect
+  }
+  std::this_thread::sleep_for(1500ms);                 // a loop would go on; the store has compared by then
+  if (mode == "other count" && differs) broadcast(4);  // of which nobody reads
+  if (mode == "other dtype") static_cast<void>(comm.all_gather_bytes("result"));
+  return 0;
+}
+
 int rank_of(const std::string& mode, lockstep::World world) {
   const auto timeout = mode == "never comes" ? 2000ms : 1800000ms;
   const bool first = mode.ends_with(" first");  // rank 0, which by hand hosts the store
@@ -67,6 +97,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
     lockstep_test::meet(world);
     if (world.rank() == 0 && is_child_that_returns(mode)) return 3;
   }
+  if (mode.starts_with("other ")) return call_differently(mode, world, culprit);
   lockstep::GlooComm comm{world, {.timeout = timeout}};
   auto tensor = torch::ones({1 << 20});
   if (mode.starts_with("a child")) tensor.mul(2);  // starts the OpenMP threads, which a child does not have

@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "lockstep/world/detail/child.hpp"
-#include "lockstep/world/detail/report.hpp"
+#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "support/catch.hpp"
@@ -162,21 +162,124 @@ TEST_CASE("a wait that was given up leaves the connection in step") {
   CHECK(client.add("n", 3) == 3);
 }
 
-TEST_CASE("threads that share a connection wait for each other no longer than their own timeout") {
+TEST_CASE("threads that share a connection do not wait for each other") {
   const Served served;
-  Client shared(served.endpoint), other(served.endpoint);
-  std::thread waiting([&] { shared.wait({"late"}); });
-  while (true) {  // until the other thread has its turn
-    try {
-      shared.connection.request(StoreOperation::count, StoreConnection::Clock::now() + 50ms,
-                                [](FrameWriter&) {});
-    } catch (const StoreTimeout&) {
-      break;
-    }
+  Client shared(served.endpoint);
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 4; ++i) waiting.emplace_back([&, i] { shared.wait({fmt::format("late {}", i)}); });
+  for (int i = 0; i < 4; ++i) {
+    std::this_thread::sleep_for(20ms);
+    shared.set(fmt::format("late {}", i), "");
   }
-  other.set("late", "");
-  waiting.join();
-  CHECK(shared.check({"late"}));
+  for (std::thread& thread : waiting) thread.join();
+  // A request whose thread no longer cares ends at once.
+  std::atomic<bool> over{false};
+  std::thread interrupted([&] {
+    CHECK_THROWS_AS(shared.connection.request(
+                        StoreOperation::wait, StoreConnection::Clock::now() + 20s,
+                        [](FrameWriter& out) { out.texts({"never"}); }, [&] { return over.load(); }),
+                    StoreTimeout);
+  });
+  std::this_thread::sleep_for(20ms);
+  over = true;
+  shared.connection.wake();
+  interrupted.join();
+  CHECK(shared.add("n", 1) == 1);
+}
+
+namespace {
+// Takes what the server pushes until `enough` of it has come, or for so long, and returns it in words.
+Strings pushed_to(Client& client, std::size_t enough, std::chrono::milliseconds most = 5s) {
+  Strings words;
+  client.connection.serve(
+      [&](StorePush kind, FrameReader& in) {
+        if (kind == StorePush::event) {
+          const Event event = Event::decode(in.rest());
+          words.push_back(fmt::format("{} {}", static_cast<int>(event.kind), event.failure.message));
+        } else {
+          words.emplace_back(kind == StorePush::question ? "question" : "calls");
+        }
+      },
+      StoreConnection::Clock::now() + most, [&] { return words.size() >= enough; });
+  return words;
+}
+}  // namespace
+
+TEST_CASE("subscribers are sent the events, of failures the first, in one order") {
+  const Served served;
+  Client publisher(served.endpoint), early(served.endpoint), late(served.endpoint);
+  const auto subscribe = [](Client& client, std::uint64_t rank) {
+    client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
+  };
+  const auto publish = [&](const Event& event) {
+    return publisher.ask(StoreOperation::publish, [&](FrameWriter& out) { out.text(event.encode()); }) ==
+           std::string(1, '\1');
+  };
+  subscribe(early, 1);
+  CHECK(publish({.kind = Event::departed, .rank = 3, .group = "g"}));
+  CHECK(publish({.failure = {.rank = 0, .message = "boom"}}));
+  CHECK(!publish({.failure = {.rank = 2, .message = "another"}}));
+  CHECK(publish({.failure = {.rank = 4, .message = "boom"}}));  // once more where ranks fail alike
+  CHECK(!publish({.failure = {.rank = 5, .message = "boom"}}));
+  CHECK(publish({.kind = Event::aborted, .rank = 0, .group = "g"}));
+  subscribe(late, 2);
+  const Strings all{"2 ", "0 boom", "1 "};
+  CHECK(pushed_to(early, 3) == all);
+  CHECK(pushed_to(late, 1, 300ms) == Strings{"0 boom"});
+  CHECK(decode_failure(late.get(store_keys::failure)).rank == 0);
+}
+
+TEST_CASE("who asks gets the last reports with their ages, and the ranks are asked to report again, once") {
+  const Served served;
+  Client asked(served.endpoint), one(served.endpoint);
+  asked.ask(StoreOperation::subscribe, [](FrameWriter& out) { out.integer(7); });
+  asked.connection.post(StoreOperation::report, [](FrameWriter& out) { out.text("here"); });
+  asked.check({"k"});  // the server has read it
+  const auto ask = [&] {
+    const std::string reply =
+        one.ask(StoreOperation::ask, [](FrameWriter& out) { out.integer(7).integer(9); });
+    FrameReader in(reply);
+    CHECK(in.integer() < 5000);
+    CHECK(in.text() == "here");
+    CHECK(in.integer() == ~std::uint64_t{0});  // nobody is rank 9
+    CHECK(in.text().empty());
+    CHECK(in.whole());
+  };
+  ask();
+  ask();
+  CHECK(pushed_to(asked, 2, 300ms) == Strings{"question"});
+}
+
+TEST_CASE(
+    "ranks whose calls differ are asked for their last ones, and the first that differs fails the run") {
+  const Served served;
+  Client one(served.endpoint), two(served.endpoint);
+  const auto report = [](Client& client, std::uint64_t rank, std::uint64_t hash) {
+    client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
+    client.connection.post(StoreOperation::report, [&](FrameWriter& out) {
+      out.text("").text("g").integer(2).text(
+          FrameWriter().integer(5).integer(1).integer(6).integer(hash).take().substr(4));
+    });
+    client.check({"k"});  // the server has read it
+  };
+  const auto send = [](Client& client, const char* operation, std::uint64_t hash) {
+    const std::vector<RecordedCall> calls{{1, "barrier", {.operation = "barrier", .sequence = 5}},
+                                          {hash, operation, {.operation = operation, .sequence = 6}}};
+    client.connection.post(StoreOperation::calls,
+                           [&](FrameWriter& out) { out.text("g").text(RecordedCall::encode(calls)); });
+  };
+  report(one, 1, 7);
+  report(two, 2, 8);
+  CHECK(pushed_to(one, 1) == Strings{"calls"});
+  CHECK(pushed_to(two, 1) == Strings{"calls"});
+  send(one, "all_reduce", 7);
+  send(two, "broadcast", 8);
+  const lockstep::Failure failure = decode_failure(one.get(store_keys::failure));
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.operation == "all_reduce");
+  CHECK(failure.call.sequence == 6);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {
@@ -243,13 +346,12 @@ TEST_CASE("a rank whose connection closes before its first communicator ends the
   });
   thread.join();
   other.wait({store_keys::outcome, store_keys::failure});
-  CHECK(other.get(store_keys::outcome) == "failed");
-  CHECK(other.get(store_keys::failure) ==
-        "rank 1: has ended before its first communicator (nodeB pid 811): it was killed, or its connection "
-        "broke; look at its output, and start all ranks again");
+  CHECK(lockstep::detail::Outcome::decode(other.get(store_keys::outcome)).kind ==
+        lockstep::detail::Outcome::failed);
+  const auto failure = lockstep::detail::decode_failure(other.get(store_keys::failure));
+  CHECK(failure.kind == lockstep::FailureKind::died);
+  CHECK(failure.rank == 1);
   CHECK(other.get(store_keys::lost(1)) == "nodeB pid 811");
-  CHECK(other.get("lockstep/mailbox/message/1") == store_keys::look_message);
-  CHECK(other.add("lockstep/mailbox/count", 0) == 1);
 }
 
 TEST_CASE("a rank that may end, or whose failure is published, is not reported by the server") {
@@ -263,16 +365,18 @@ TEST_CASE("a rank that may end, or whose failure is published, is not reported b
       rank.bind_rank(1, "nodeB pid 811");
       if (way == Case::finished) rank.set(store_keys::finished(1), "0");
       if (way == Case::communicates) rank.set(store_keys::communicates(1), "1");
-      if (way == Case::refused) rank.set(store_keys::outcome, "refused for a reason");
+      if (way == Case::refused)
+        rank.set(store_keys::outcome,
+                 lockstep::detail::Outcome{lockstep::detail::Outcome::refused, -1, "for a reason"}.encode());
       if (way == Case::unbound)
-        rank.connection.send_last(StoreOperation::bind_rank,
-                                  [](FrameWriter& out) { out.integer(0).text(""); });
+        rank.connection.post(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
     }
     // A launcher reports the cause a moment later.
-    if (way == Case::failed) other.set(store_keys::failure, "rank 1 (pid 811) died (SIGKILL) on nodeB");
+    if (way == Case::failed) other.set(store_keys::failure, lockstep::detail::encode({.code = 137}));
     std::this_thread::sleep_for(250ms);
     CHECK(other.check({store_keys::failure}) == (way == Case::failed));
-    if (way == Case::failed) CHECK_THAT(other.get(store_keys::failure), ContainsSubstring("died (SIGKILL)"));
+    if (way == Case::failed)
+      CHECK(lockstep::detail::decode_failure(other.get(store_keys::failure)).code == 137);
     CHECK(other.check({store_keys::outcome}) == (way == Case::refused));
   }
 }
@@ -489,7 +593,7 @@ TEST_CASE("control characters of another process are escaped") {
   CHECK(printable("\x1b[2J\nerror: rank 0\r\t\x7f") == "\\x1b[2J\\nerror: rank 0\\x0d\\t\\x7f");
   // Which is how an uncaught error that quotes another rank is shown.
   const lockstep::PeerError quoted("rank 3 failed first: \x1b[2J\nerror: all is well");
-  CHECK(describe(std::make_exception_ptr(quoted)).text ==
+  CHECK(failure_of(std::make_exception_ptr(quoted)).message ==
         "rank 3 failed first: \\x1b[2J\\nerror: all is well");
   CHECK(printable("\xc2\x9b"
                   "31m") == "\\x9b31m");

@@ -86,18 +86,19 @@ void rank_of(const std::string& mode, int rank, int size) {
   } else if (mode == "cause ended well") {
     if (rank == 1) return;
     std::this_thread::sleep_for(rank == 0 ? 300ms : 60s);
-    throw lockstep::PeerError("rank 1 failed first: it does not answer");
+    throw lockstep::PeerError(lockstep::Failure{.kind = lockstep::FailureKind::consequence,
+                                                .cause = 1,
+                                                .message = "rank 1 failed first: it does not answer"});
   } else if (mode == "first ends") {
     if (rank == 0) return;
     say(fmt::format("ready {}", rank));
     wait();
   } else if (mode == "no memory" || mode == "no memory to report") {
     if (rank != 1) wait();
-    lockstep::detail::FailureReport report;
-    report.text = "a cause that was known while there was memory";
+    lockstep::Failure failure{.message = "a cause that was known while there was memory"};
     use_up_memory();
     if (mode == "no memory") throw 7;
-    lockstep::detail::fail_process(std::move(report));
+    lockstep::detail::fail_process(std::move(failure));
   } else if (mode == "usage") {
     throw lockstep::UsageError("--epochs -1 is too small");
   } else if (mode == "code") {
@@ -716,21 +717,21 @@ TEST_CASE("a reader that goes away ends the run as it would end one program") {
 }
 
 TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
-  using lockstep::detail::FailureKind;
+  using lockstep::FailureKind;
   using lockstep::detail::FirstFailure;
   using lockstep::detail::Suspect;
   const auto suspect = [](std::size_t child, FailureKind kind, std::int64_t when, bool killed = false) {
     Suspect result;
     result.child = child;
-    result.report.kind = kind;
-    result.report.when = when;
+    result.failure.kind = kind;
+    result.failure.time = when;
     result.killed = killed;
     return result;
   };
   const auto now = FirstFailure::Clock::now();
   FirstFailure verdict(2000ms);
   CHECK_FALSE(verdict.first(true, now).has_value());
-  verdict.add(suspect(0, FailureKind::peer, 1), now);
+  verdict.add(suspect(0, FailureKind::consequence, 1), now);
   CHECK_FALSE(verdict.first(false, now + 1900ms).has_value());
   CHECK(verdict.first(false, now + 2000ms)->child == 0);
   CHECK(verdict.first(true, now)->child == 0);
@@ -742,48 +743,95 @@ TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
   CHECK(verdict.first(false, now)->child == 3);
 }
 
-TEST_CASE("those who had ended well are named, but not a crowd") {
-  lockstep::detail::FailureReport report;
-  report.text = "x";
-  const auto text = [&](std::vector<int> gone) {
-    return lockstep::detail::describe_failure(report, 2, 7, gone).text;
+TEST_CASE("a rank that had ended well is the cause if it is blamed, or alone was waited for") {
+  using lockstep::FailureKind;
+  const auto judged = [](lockstep::Failure failure, std::vector<int> gone) {
+    return lockstep::detail::judged(std::move(failure), gone);
   };
-  CHECK(text({}) == "rank 2 (pid 7) failed: x");
-  CHECK(text({1}) == "rank 2 (pid 7) failed: x; rank 1 had ended by then, with exit code 0");
-  CHECK_THAT(text({0, 1, 3, 4, 5, 6}), ContainsSubstring("; ranks 0, 1, 3, 4 and 2 more had ended"));
-  report.text = "rank 1 of 3 did not join within 9 s: start it with x";
-  CHECK(text({0}) ==
-        "rank 2 (pid 7) failed: " + report.text + "; rank 0 had ended by then, with exit code 0");
-  CHECK(
-      text({1}) ==
-      "rank 1 has ended with exit code 0 while rank 2 waits in the rendezvous; every rank must make the same "
-      "calls, and equally many; noticed by rank 2 (pid 7)");
-  report.kind = lockstep::detail::FailureKind::peer;
-  report.text = "rank 1 failed first: x";
-  CHECK(text({}) == "rank 1 failed first: x; noticed by rank 2 (pid 7)");
-  CHECK(text({0}) ==
-        "rank 1 failed first: x; noticed by rank 2 (pid 7); rank 0 had ended by then, with exit code 0");
-  CHECK(text({1}) ==
-        "rank 1 has ended with exit code 0 while other ranks still communicated with it; every rank must "
-        "make the same calls, and equally many; noticed by rank 2 (pid 7)");
-  report.text = "rank 1 has left after a #3 while rank 2 waits in b #4 of Trainer::fit";
-  CHECK(text({1}) ==
-        "rank 1 has ended with exit code 0 while rank 2 waits in b #4 of Trainer::fit; every rank must make "
-        "the "
-        "same calls, and equally many; noticed by rank 2 (pid 7)");
+  const lockstep::Failure error{.rank = 2, .message = "x"};
+  CHECK(judged(error, {1}).kind == FailureKind::error);
+  for (const auto kind : {FailureKind::timed_out, FailureKind::consequence}) {
+    const lockstep::Failure blames{.kind = kind, .rank = 2, .pid = 7, .cause = 1, .code = 9, .message = "x"};
+    CHECK(judged(blames, {0}).cause_kind == FailureKind::error);
+    const auto left = judged(blames, {0, 1});
+    CHECK(left.kind == FailureKind::consequence);
+    CHECK(left.cause_kind == FailureKind::left_early);
+    CHECK(std::tuple(left.rank, left.pid, left.cause, left.code) == std::tuple(2, 7, 1, 9));
+  }
 }
 
-TEST_CASE("a report survives its way through a pipe") {
-  lockstep::detail::FailureReport report;
-  report.kind = lockstep::detail::FailureKind::peer;
-  report.when = 12345678901234;
-  report.code = 9;
-  report.text = "several\nlines\n";
-  const auto copy = lockstep::detail::decode(lockstep::detail::encode(report));
-  CHECK(copy.kind == report.kind);
-  CHECK(copy.when == report.when);
-  CHECK(copy.code == report.code);
-  CHECK(copy.text == report.text);
+TEST_CASE("a failure survives its way through a pipe, and a plain text is its message") {
+  const lockstep::Failure failure{.kind = lockstep::FailureKind::consequence,
+                                  .rank = 3,
+                                  .host = "nodeA",
+                                  .pid = 811,
+                                  .cause = 1,
+                                  .cause_kind = lockstep::FailureKind::left_early,
+                                  .code = 9,
+                                  .call = {"recv", 7, 2, -5, "bucket 1", "Trainer::fit", ""},
+                                  .type = "lockstep::PeerError",
+                                  .message = "several\nlines",
+                                  .time = 12345678901234};
+  const auto facts = [](const lockstep::Failure& of) {
+    return std::tuple(of.kind, of.rank, of.host, of.pid, of.cause, of.cause_kind, of.code, of.type, of.time,
+                      of.call.operation, of.call.sequence, of.call.peer, of.call.tag, of.call.label,
+                      of.call.served);
+  };
+  const std::string bytes = lockstep::detail::encode(failure);
+  const auto copy = lockstep::detail::decode_failure(bytes);
+  CHECK(facts(copy) == facts(failure));
+  CHECK(copy.message == "several\\nlines");
+  CHECK(lockstep::detail::decode_failure("out of memory").message == "out of memory");
+  for (std::size_t cut = 0; cut < bytes.size(); ++cut)
+    CHECK_NOTHROW(lockstep::detail::decode_failure(bytes.substr(0, cut)));
+}
+
+TEST_CASE("each failure has its text, by kind and point of view") {
+  namespace detail = lockstep::detail;
+  using lockstep::FailureKind;
+  const lockstep::FailedCall call{"b", 4, -1, 0, "", "Trainer::fit", ""},
+      joining{.operation = detail::rendezvous};
+  CHECK(detail::text_of(call) == "b #4 of Trainer::fit");
+  CHECK(detail::text_of({"send", 0, 2, 5, "", "", ""}) == "send to rank 2 (tag 5)");
+  CHECK(detail::text_of({"recv", 0, 2, 5, "", "", ""}) == "recv from rank 2 (tag 5)");
+  CHECK(detail::text_of(joining) == "the rendezvous");
+  CHECK(detail::text_of({"rendezvous", 0, -1, 0, "communicator 'x'", "", ""}) ==
+        "the rendezvous of the communicator 'x'");
+  CHECK(detail::text_of({"rendezvous", 0, -1, 0, "communicator 'x'", "the constructor of Trainer", ""}) ==
+        "the constructor of Trainer (communicator 'x')");
+
+  const lockstep::Failure error{.rank = 1, .message = "x"};
+  CHECK(detail::cause_text(error) == "rank 1 failed first: x");
+  CHECK(detail::cause_text({.message = "x"}) == "another rank failed first: x");
+  const lockstep::Failure died{
+      .kind = FailureKind::died, .rank = 1, .host = "nodeA", .pid = 7, .message = "died (SIGKILL)"};
+  CHECK(detail::cause_text(died) == "rank 1 (pid 7 on nodeA) died (SIGKILL)");
+  CHECK(
+      detail::cause_text(detail::left_early(1, "a #3", 2, call)) ==
+      "rank 1 has left after a #3 while rank 2 waits in b #4 of Trainer::fit; every rank must make the same "
+      "calls, and equally many");
+  CHECK(
+      detail::cause_text(detail::ended_early(1, 2, joining)) ==
+      "rank 1 has ended with exit code 0 while rank 2 waits in the rendezvous; every rank must make the same "
+      "calls, and equally many");
+  CHECK(detail::cause_text(detail::ended_early(1, 2, {})) ==
+        "rank 1 has ended with exit code 0 while other ranks still communicated with it; every rank must "
+        "make the "
+        "same calls, and equally many");
+
+  CHECK(detail::headline(error, "rank 1") == "rank 1 failed: x");
+  CHECK(detail::headline({.kind = FailureKind::usage, .message = "x"}, "rank 1") == "x");
+  CHECK(detail::headline({.kind = FailureKind::died, .message = "died (SIGKILL)"}, "rank 1") ==
+        "rank 1 died (SIGKILL)");
+  const auto consequence = detail::consequence_of(error, 2, call);
+  CHECK(std::tuple(consequence.rank, consequence.cause, consequence.call.sequence) == std::tuple(2, 1, 4));
+  CHECK(detail::headline(consequence, "rank 2") == "rank 1 failed first: x; noticed by rank 2");
+  const lockstep::Failure own{.rank = 2, .pid = 7, .message = "x"};
+  CHECK(detail::headline(own, std::vector<int>{}) == "rank 2 (pid 7) failed: x");
+  CHECK(detail::headline(own, std::vector<int>{1}) ==
+        "rank 2 (pid 7) failed: x; rank 1 had ended by then, with exit code 0");
+  CHECK(detail::headline(own, std::vector<int>{0, 1, 3, 4, 5, 6}) ==
+        "rank 2 (pid 7) failed: x; ranks 0, 1, 3, 4 and 2 more had ended by then, with exit code 0");
 }
 
 TEST_CASE("torchrun's error file is valid JSON") {

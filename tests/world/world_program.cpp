@@ -20,7 +20,8 @@ void wait_for_failure(const World& world) {
   auto side = world.connect_again();
   const auto end = std::chrono::steady_clock::now() + 60s;
   while (std::chrono::steady_clock::now() < end) {
-    if (const auto failure = lockstep::detail::published_failure(*side)) throw lockstep::PeerError(*failure);
+    if (const auto failure = lockstep::detail::published_failure(*side))
+      throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
     std::this_thread::sleep_for(20ms);
   }
 }
@@ -121,12 +122,6 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "waits for failure") {
     ready();
     wait_for_failure(world);
-  } else if (mode == "exits early") {
-    ready();
-    if (world.rank() == 1) std::exit(0);
-    auto side = world.connect_again();
-    while (!side->check({lockstep::detail::store_keys::finished(1)})) std::this_thread::sleep_for(20ms);
-    throw lockstep::PeerError("rank 1 failed first: it does not answer");
   } else if (mode == "waits") {
     ready();
     std::this_thread::sleep_for(60s);

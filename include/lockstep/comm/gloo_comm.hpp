@@ -11,8 +11,8 @@
 namespace lockstep {
 
 /// Collectives of CPU tensors over LibTorch's own Gloo: a ProcessGroupComm that creates its ProcessGroupGloo,
-/// and one for each sub-group. Gloo ends the process if shapes or dtypes differ between ranks;
-/// GlooOptions::check_shapes throws a MismatchError on every rank instead.
+/// and one for each sub-group. A rank that receives more data than it expects ends inside Gloo, without an exception of
+/// its own, by the error of the calls that differ.
 /// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm : public ProcessGroupComm {
  public:

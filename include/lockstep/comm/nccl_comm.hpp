@@ -96,8 +96,7 @@ class StreamWork : public c10d::Work {
   c10::Event event_;
 };
 
-/// Creates a ProcessGroupNCCL of the chosen engine and connects it on `device`. Blocks until all ranks have
-/// joined.
+/// Creates a ProcessGroupNCCL of the chosen engine and connects it on `device`. Blocks until all ranks have joined.
 inline c10::intrusive_ptr<c10d::Backend> connect_nccl(const StorePtr& store, int rank, int size,
                                                       const at::Device& device, const NcclOptions& options) {
   const c10::cuda::CUDAGuard guard(device);
@@ -131,7 +130,6 @@ inline ProcessGroupOptions nccl_backend(const World& world, const NcclOptions& n
   warn_of_nccl_environment(world);
   ProcessGroupOptions options;
   options.timeout = nccl.timeout;
-  options.check_shapes = nccl.check_shapes;
   options.device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu));
   options.make_backend = [device = options.device, nccl](const StorePtr& store, int rank, int size) {
     return connect_nccl(store, rank, size, device, nccl);
@@ -141,9 +139,8 @@ inline ProcessGroupOptions nccl_backend(const World& world, const NcclOptions& n
 
 }  // namespace detail
 
-/// Collectives of CUDA tensors over LibTorch's own NCCL backend: a ProcessGroupComm that creates its
-/// ProcessGroupNCCL, and one for each sub-group. Not part of lockstep.hpp, so that CPU-only programs need no
-/// CUDA headers.
+/// Collectives of CUDA tensors over LibTorch's own NCCL backend: a ProcessGroupComm that creates its ProcessGroupNCCL,
+/// and one for each sub-group. Not part of lockstep.hpp, so that CPU-only programs need no CUDA headers.
 ///
 /// Tensors may be on any GPU of this rank: ProcessGroupNCCL opens one NCCL communicator for each device, so
 /// that a model on several GPUs needs one NcclComm. The tensors of one list are on one device. With
@@ -179,13 +176,6 @@ class NcclComm : public ProcessGroupComm {
   /// See Labelled.
   void label(std::shared_ptr<const std::string> text) { group().state().label(std::move(text)); }
 
-  /// Throws UsageError for options whose collectives a graph cannot capture.
-  void check_capturable() const {
-    if (group().options().check_shapes)
-      throw UsageError(
-          "NcclComm: NcclOptions::check_shapes compares the ranks on the host, which a graph cannot capture: "
-          "leave it at false");
-  }
   /// Calls `replay()`, which replays a graph with collectives of this communicator, as one collective with
   /// the timeout of the options. Throws the communicator's first error instead if there is one.
   template <class Replay>

@@ -25,12 +25,6 @@ struct GlooOptions {
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
   /// Number of collectives that run concurrently. At least 1.
   int threads = 2;
-  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one small
-  /// all_gather per call. Without it, ranks that wait for each other in different operations throw
-  /// CommunicationError after 5 s; a rank that receives more data than it expects ends inside Gloo, without an
-  /// exception of its own; other dtypes or another ReduceOp with an equal number of bytes, and less data than a
-  /// rank expects of a broadcast, give wrong results.
-  bool check_shapes = false;
   /// Comma-separated network interfaces. If empty: GLOO_SOCKET_IFNAME if set, the loopback if all ranks are
   /// on this host, else the interface that routes to the other hosts.
   std::string interfaces = {};
@@ -39,8 +33,7 @@ struct GlooOptions {
 /// LibTorch's implementations of NCCL collectives.
 enum class NcclEngine {
   nccl,  ///< c10d::ProcessGroupNCCL
-  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per
-  /// rank.
+  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per rank.
   nccl2,
 };
 
@@ -50,9 +43,6 @@ struct NcclOptions {
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(10));
   /// The GPU's index. Default: the GPU of the local rank.
   std::optional<int> device = std::nullopt;
-  /// As GlooOptions::check_shapes, with an exchange that blocks the host. Without it, a mismatch runs into the
-  /// timeout or reinterprets another rank's data.
-  bool check_shapes = false;
   NcclEngine engine = NcclEngine::nccl;  ///< equal on every rank
   bool is_high_priority_stream = false;  ///< of the stream that runs the collectives
 };
@@ -68,8 +58,6 @@ struct ProcessGroupOptions {
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
   /// The device of the tensors, with its index unless it is the CPU.
   c10::Device device = c10::Device(c10::kCPU);
-  /// As NcclOptions::check_shapes.
-  bool check_shapes = false;
   /// Creates the backends of new_group(). It runs on a thread of its own, and must own what it uses. Default:
   /// c10d::Backend::split.
   MakeBackend make_backend = {};

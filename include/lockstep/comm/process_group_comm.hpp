@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/call.hpp"
+#include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -28,9 +28,8 @@ class BackendGroup;
 struct TensorBundle;
 struct TensorCheck;
 
-/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
-/// device wait() is the wait of c10d's Work, which orders the current stream after the operation.
-/// Not thread-safe.
+/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another device
+/// wait() is the wait of c10d's Work, which orders the current stream after the operation. Not thread-safe.
 class [[nodiscard]] ProcessGroupWork {
  public:
   ProcessGroupWork();
@@ -84,10 +83,9 @@ static_assert(AsyncWork<ProcessGroupWork>);
 /// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
 /// kernels in flight would never end. It does not use the backend afterwards.
 ///
-/// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. Many
-/// backends end the process or return wrong values if shapes or dtypes differ between ranks;
-/// ProcessGroupOptions::check_shapes throws a MismatchError on every rank instead. Empty tensors and empty lists
-/// are allowed. A list may mix dtypes; each dtype is one buffer.
+/// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. If the calls of
+/// the ranks differ, in their shapes or dtypes for instance, each throws MismatchError within 2 s or 64 collectives,
+/// whichever is later; until then the backend may return wrong values. Empty tensors and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
 ///
 /// A backend that lacks an operation throws from it, and the call throws CommunicationError that names the backend
 /// and the operation. ProcessGroupNCCL ignores the tags of messages, so a tag other than 0 throws. Bytes travel
@@ -141,8 +139,7 @@ class ProcessGroupComm {
   /// Reduces every rank's input [size, ...] and writes row r to the output [...] of rank r.
   Work reduce_scatter(at::TensorList outputs, at::TensorList inputs, ReduceOp op = ReduceOp::sum);
 
-  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any
-  /// dtype.
+  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any dtype.
   Work all_to_all(at::TensorList outputs, at::TensorList inputs);
 
   /// Sends the tensors to rank `peer`, which must call recv with the same tag, shapes and dtypes. Once the

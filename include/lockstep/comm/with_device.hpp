@@ -50,11 +50,10 @@ DeviceKind agreed_device(const World& world, std::optional<int> visible, std::op
 /// });
 /// ```
 ///
-/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the
-/// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before
-/// this call: the rank's GPU becomes the current device when its communicator is constructed. Collective.
-/// Throws UsageError if a GPU is wanted and this rank has none, MismatchError if the ranks choose
-/// differently.
+/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the environment
+/// variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before this call: the rank's GPU
+/// becomes the current device when its communicator is constructed. Collective. Throws UsageError if a GPU is wanted
+/// and this rank has none, MismatchError if the ranks choose differently.
 template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,
                            std::optional<DeviceKind> wanted = std::nullopt) {

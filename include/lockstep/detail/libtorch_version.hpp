@@ -80,6 +80,15 @@ template <class Backend>
 void abort_operations(Backend& backend) {
   if constexpr (requires { backend.abort(); }) backend.abort();
 }
+/// Returns whether an operation of the backend has failed, or was aborted. False before c10d::Backend had
+/// `getError`; throws c10::Error if the backend does not implement it.
+template <class Backend>
+bool has_failed(Backend& backend) {
+  if constexpr (requires { backend.getError(); })
+    return backend.getError() != decltype(backend.getError())::SUCCESS;
+  else
+    return false;
+}
 /// Completes the backend's operations and ends its threads, as ProcessGroupNCCL needs before its destruction.
 /// A no-op before c10d::Backend had `shutdown`. May block.
 template <class Backend>

@@ -79,15 +79,13 @@ std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
 /// UsageError for variables that contradict each other.
 std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
 
-/// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
-/// their helpers by srun. Returns std::nullopt if it has started one process alone. Throws UsageError under a
-/// PMIx launcher (`prun`) that sets PMIX_RANK and none of these variables, since PMIx has no variable for the
-/// number of ranks.
+/// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start their
+/// helpers by srun. Returns std::nullopt if it has started one process alone. Throws UsageError under a PMIx launcher
+/// (`prun`) that sets PMIX_RANK and none of these variables, since PMIx has no variable for the number of ranks.
 std::optional<LaunchedRank> launched_rank(const Variables& variables);
 
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
-/// torchrun's variables may be set by hand; without any of them the process is alone. Reading them opens no
-/// socket.
+/// torchrun's variables may be set by hand; without any of them the process is alone. Reading them opens no socket.
 struct Environment {
   int rank = 0;
   int size = 1;
@@ -109,9 +107,8 @@ struct Environment {
   /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
   /// mpirun, or numbers given by hand, may not be.
   bool consecutive = false;
-  /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else the
-  /// launcher's name of the run (LaunchedRank::run), else at a loopback address that of `spawn`. Equal on
-  /// every rank.
+  /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else the launcher's
+  /// name of the run (LaunchedRank::run), else at a loopback address that of `spawn`. Equal on every rank.
   std::string store_secret;
   /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", the name that the program's
   /// own source of ranks gives, "--nproc" for `launch`, or "spawn". Empty if the variables were set by hand or
@@ -122,8 +119,7 @@ struct Environment {
   std::string rank_variables;
   /// The names of the variables that the program's own source of ranks has read, for the line about the run.
   std::string read_variables;
-  /// The name of the variable that holds the local rank, for messages. Empty if there is none or it is
-  /// unknown.
+  /// The name of the variable that holds the local rank, for messages. Empty if there is none or it is unknown.
   std::string local_variable;
   /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
   std::optional<int> host_cores;
@@ -151,8 +147,7 @@ std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 /// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
 void require_level(const Variables& variables);
 
-/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to
-/// itself.
+/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to itself.
 bool names_loopback(std::string_view host);
 /// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
 std::string loopback_address();
@@ -167,8 +162,7 @@ struct FoundRank : LaunchedRank {
   std::string read = {};
 };
 
-/// Returns what determines rendezvous_url(with_launched_rank(given, found)), see
-/// Environment::rendezvous_origin.
+/// Returns what determines rendezvous_url(with_launched_rank(given, found)), see Environment::rendezvous_origin.
 RendezvousOrigin rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found);
 
 /// Returns the secret of the store at `url`: LOCKSTEP_STORE_SECRET; else, where the processes of one `spawn`
@@ -197,8 +191,7 @@ inline constexpr int most_hosts = 65536;
 /// most_hosts.
 std::vector<std::string> expand_node_list(std::string_view text);
 
-/// Expands Slurm's notation of counts: "2(x3),1" is 2, 2, 2, 1. Throws UsageError, also for more than
-/// most_hosts.
+/// Expands Slurm's notation of counts: "2(x3),1" is 2, 2, 2, 1. Throws UsageError, also for more than most_hosts.
 std::vector<int> expand_task_counts(std::string_view text);
 
 }  // namespace lockstep::detail
@@ -220,9 +213,8 @@ RendezvousUrl parse_rendezvous(const std::string& url, std::string_view name = {
 /// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
 std::string read_store_secret(const Variables& variables = process_variable);
 
-/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
-/// LOCKSTEP_RENDEZVOUS). If RANK is not set, takes the place that `source` finds. Throws
-/// UsageError that names the variable, its value and a remedy.
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or LOCKSTEP_RENDEZVOUS). If RANK
+/// is not set, takes the place that `source` finds. Throws UsageError that names the variable, its value and a remedy.
 Environment read_environment(const Variables& variables = process_variable,
                              const AnyRankSource& source = launched_rank);
 

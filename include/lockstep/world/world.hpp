@@ -20,6 +20,7 @@
 namespace lockstep::detail {
 struct Rendezvous;
 class Membership;
+class StoreConnection;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// The number of RankZeroScopes that this thread is in.
@@ -38,8 +39,7 @@ class RankZeroScope {
   RankZeroScope& operator=(const RankZeroScope&) = delete;
 };
 
-/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Each collective calls it
-/// first.
+/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Each collective calls it first.
 inline void forbid_in_rank_zero_scope(std::string_view collective) {
   if (detail::rank_zero_scope_depth > 0)
     throw CommunicationError(detail::formatted(
@@ -58,24 +58,22 @@ class World {
   /// Constructs the world of an environment that the program has read or made.
   explicit World(Environment environment);
 
-  /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun
-  /// or mpiexec (see launched_rank). Without any of them, returns the world of a single process, which opens
-  /// no port and looks up no name; if a launcher has started it as its only rank, the first call writes the
-  /// line about the run (see `store`). torchrun's
-  /// variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
-  /// launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` replaces
-  /// launched_rank, for a launcher that lockstep does not know. Calls with equal rank, size and rendezvous
-  /// return copies of one World. From this call on, an uncaught exception is reported to the other ranks and
-  /// ends this process with one line. Throws UsageError for inconsistent variables.
+  /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun or mpiexec
+  /// (see launched_rank). Without any of them, returns the world of a single process, which opens no port and looks up
+  /// no name; if a launcher has started it as its only rank, the first call writes the line about the run (see
+  /// `store`). torchrun's variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+  /// set by a launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` replaces
+  /// launched_rank, for a launcher that lockstep does not know. Calls with equal rank, size and rendezvous return
+  /// copies of one World. From this call on, an uncaught exception is reported to the other ranks and ends this process
+  /// with one line. Throws UsageError for inconsistent variables.
   ///
   /// Threads: under srun, mpirun or mpiexec without OMP_NUM_THREADS and MKL_NUM_THREADS, the first call sets
   /// LibTorch's number of threads (at::set_num_threads) to the cores of the launcher on this host divided by
   /// its ranks there, at most the cores that this process may run on.
   LOCKSTEP_PROCESS_WIDE static World from_environment(const AnyRankSource& source = launched_rank);
 
-  /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
-  /// file:///path, a file that does not exist yet on a file system shared by all ranks. Throws UsageError for
-  /// an invalid argument.
+  /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or file:///path, a
+  /// file that does not exist yet on a file system shared by all ranks. Throws UsageError for an invalid argument.
   /// Counterpart: torch.distributed.init_process_group with init_method.
   static World join(const std::string& url, int rank, int size);
 
@@ -86,8 +84,7 @@ class World {
   [[nodiscard]] int local_rank() const;
   /// Returns the number of processes on this host; see `local_rank`.
   [[nodiscard]] int local_size() const;
-  /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have
-  /// joined.
+  /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
   [[nodiscard]] Environment environment() const;
 
   /// Returns whether all ranks run on this host. Blocks until all ranks have joined, as `store` does.
@@ -105,11 +102,13 @@ class World {
   /// Counterpart: torch.distributed.Store.
   [[nodiscard]] detail::StorePtr store() const;
 
-  /// Opens a second, independent connection to the store, for a thread that must not block on the first one.
-  /// The connection and each call on it time out after `timeout`. Does not wait for other ranks to join.
-  /// Throws RendezvousError.
+  /// Returns another client of the store, each call on which times out after `timeout`. Does not wait for other ranks to
+  /// join. Throws RendezvousError.
   [[nodiscard]] detail::StorePtr connect_again(
       std::chrono::milliseconds timeout = std::chrono::seconds(10)) const;
+
+  /// Returns this process's connection to the store, null in a world of one rank.
+  [[nodiscard]] std::shared_ptr<detail::StoreConnection> connection() const;
 
   /// Returns whether this process hosts the store, so that it should leave last.
   [[nodiscard]] bool hosts_store() const;
@@ -127,11 +126,10 @@ class World {
     std::forward<Work>(work)();
   }
 
-  /// Runs `work` on every rank, first on the first rank of each host, then on the other ranks there, which
-  /// wait at most `timeout`. They can use what the first one downloads or unpacks. All local ranks must call
-  /// it; without a launcher's LOCAL_RANK, all ranks must. Returns the result of `work`. Throws PeerError if
-  /// the first rank failed, TimeoutError if the wait exceeds `timeout`. A collective inside `work` throws
-  /// CommunicationError.
+  /// Runs `work` on every rank, first on the first rank of each host, then on the other ranks there, which wait at most
+  /// `timeout`. They can use what the first one downloads or unpacks. All local ranks must call it; without a
+  /// launcher's LOCAL_RANK, all ranks must. Returns the result of `work`. Throws PeerError if the first rank failed,
+  /// TimeoutError if the wait exceeds `timeout`. A collective inside `work` throws CommunicationError.
   template <class Work>
   auto local_zero_first(Work&& work, std::chrono::milliseconds timeout = std::chrono::minutes(30)) const {
     RankZeroScope scope;
@@ -199,7 +197,7 @@ class World {
 
   // Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the
   // first, or true if this rank cannot know. May block.
-  [[nodiscard]] bool publish_to_waiting(const std::string& text) const;
+  [[nodiscard]] bool publish_to_waiting(const Failure& failure) const;
   void announce_failures() const;
 
   // Publishes a non-zero exit code of a rank without a communicator as its failure: other ranks may wait for

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,8 +13,6 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
-#include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
@@ -24,20 +21,30 @@
 
 namespace lockstep::detail {
 
-/// The header of an exchange of bytes, one row of int64 numbers for each rank: the length of the bytes, and
-/// the name of the public call that the exchange serves. Bytes of another call would be read as something
-/// else.
+/// The header of an exchange of bytes, one row of int64 numbers for each rank: the length of the bytes, the number and the
+/// hash of the communicator's collectives so far, and the name of the public call that the exchange serves. Bytes of
+/// another call would be read as something else, and may be what a checkpoint or a result is made of.
 struct BytesHeader {
-  static constexpr std::int64_t numbers = 1 + sizeof(SentName) / sizeof(std::int64_t);
+  static constexpr std::int64_t names_at = 3, numbers = names_at + sizeof(SentName) / sizeof(std::int64_t);
 
   /// Returns the header [numbers] of this rank.
-  static at::Tensor of(std::size_t length, const ServedCall& call) {
+  static at::Tensor of(std::size_t length, const ServedCall& call, Membership& membership) {
     auto row = at::empty({numbers}, at::kLong);
     auto* data = row.mutable_data_ptr<std::int64_t>();
     data[0] = static_cast<std::int64_t>(length);
+    const auto [sequence, hash] = membership.mark();
+    data[1] = static_cast<std::int64_t>(sequence);
+    data[2] = static_cast<std::int64_t>(hash);
     const SentName name = sent_name(call);
-    std::memcpy(data + 1, name.data(), name.size());
+    std::memcpy(data + names_at, name.data(), name.size());
     return row;
+  }
+  /// Returns whether the collectives so far are equal in headers [ranks, numbers].
+  static bool same_calls(const at::Tensor& rows) {
+    const auto* data = const_data<std::int64_t>(rows);
+    for (std::int64_t at = numbers; at < rows.numel(); at += numbers)
+      if (data[at + 1] != data[1] || data[at + 2] != data[2]) return false;
+    return true;
   }
   /// Returns the lengths in headers [ranks, numbers].
   static std::vector<std::int64_t> lengths(const at::Tensor& rows) {
@@ -50,7 +57,7 @@ struct BytesHeader {
   static std::string different_calls(const at::Tensor& rows, const std::vector<int>& ranks) {
     const auto* data = const_data<std::int64_t>(rows);
     const auto name = [&](std::int64_t row) {
-      return reinterpret_cast<const char*>(data + row * numbers + 1);
+      return reinterpret_cast<const char*>(data + row * numbers + names_at);
     };
     bool equal = true;
     for (std::int64_t row = 1; row * numbers < rows.numel(); ++row)
@@ -76,18 +83,29 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
 inline void require_one_call(BackendGroup& group, const std::string& calls) {
   if (!calls.empty()) group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
 }
+/// Fails the group with a MismatchError if the headers [ranks, numbers] of `ranks` are of different calls, or if other
+/// collectives have gone before.
+inline void require_one_call(BackendGroup& group, const Call& call, const at::Tensor& headers,
+                             const std::vector<int>& ranks) {
+  require_one_call(group, BytesHeader::different_calls(headers, ranks));
+  if (!BytesHeader::same_calls(headers)) group.state().fail(group.state().membership().mismatch(call), true);
+}
 
 /// Exchanges bytes through the store, after the name of the public call: returns those of the ranks `from`,
 /// which are all ranks or one. Blocks.
 inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Call& call,
                                                    const std::vector<int>& from, const std::string& own) {
   const SentName name = sent_name(call.served);
-  const auto work = group.exchange_in_store(call, from, std::string(name.begin(), name.end()) + own);
+  std::string header(name.begin(), name.end());
+  append_little_endian(header, group.state().membership().mark().second);
+  const auto work = group.exchange_in_store(call, from, header + own);
   group.await(call, *work, call.start + group.timeout(), true);
   std::vector<std::string> all = std::move(work->bytes()), names;
+  bool same_calls = true;
   for (std::string& bytes : all) {
     names.emplace_back(bytes.c_str());
-    bytes.erase(0, name.size());
+    same_calls = same_calls && bytes.substr(name.size(), 8) == header.substr(name.size());
+    bytes.erase(0, header.size());
   }
   std::vector<int> ranks = group.state().world_ranks(from);
   if (std::find(from.begin(), from.end(), group.state().rank()) == from.end()) {
@@ -95,6 +113,7 @@ inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Ca
     ranks.push_back(group.state().ranks().at(static_cast<std::size_t>(group.state().rank())));
   }
   require_one_call(group, different_calls(names, ranks));
+  if (!same_calls) group.state().fail(group.state().membership().mismatch(call), true);
   return all;
 }
 
@@ -111,9 +130,10 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
   if (!group.on_host()) return exchanged_in_store(group, call, all_ranks(size), own);
   const auto headers = at::empty({size, BytesHeader::numbers}, at::kLong);
   run_and_wait(group, call, [&](c10d::Backend& backend) {
-    return start_all_gather(backend, headers, BytesHeader::of(own.size(), call.served));
+    return start_all_gather(backend, headers,
+                            BytesHeader::of(own.size(), call.served, group.state().membership()));
   });
-  require_one_call(group, BytesHeader::different_calls(headers, group.state().ranks()));
+  require_one_call(group, call, headers, group.state().ranks());
   const std::vector<std::int64_t> lengths = BytesHeader::lengths(headers);
   const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
   const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
@@ -144,116 +164,25 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
   return all;
 }
 
-/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
-/// receives nothing.
+/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root receives nothing.
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
   const int rank = group.state().rank();
   const std::string own = rank == root ? bytes : std::string();
   if (!group.on_host()) return exchanged_in_store(group, call, {root}, own)[0];
-  const at::Tensor header = BytesHeader::of(own.size(), call.served);
+  Membership& membership = group.state().membership();
+  const at::Tensor header = BytesHeader::of(own.size(), call.served, membership);
   run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, header, root); });
   if (rank != root) {
     const std::vector<int>& ranks = group.state().ranks();
-    require_one_call(group, BytesHeader::different_calls(at::stack({header, BytesHeader::of(0, call.served)}),
-                                                         {ranks.at(static_cast<std::size_t>(root)),
-                                                          ranks.at(static_cast<std::size_t>(rank))}));
+    require_one_call(group, call, at::stack({header, BytesHeader::of(0, call.served, membership)}),
+                     {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(rank))});
   }
   const std::int64_t length = BytesHeader::lengths(header)[0];
   if (length == 0) return {};
   const at::Tensor content = rank == root ? bytes_tensor(own, length) : at::empty({length}, at::kByte);
   run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, content, root); });
   return bytes_in(content, length);
-}
-
-/// Returns the text that must be equal on every rank of a call: a line for the operation and one per tensor.
-inline std::string signature(const std::string& operation, at::TensorList tensors) {
-  std::string text = operation;
-  for (const at::Tensor& tensor : tensors) text.append("\n").append(describe(tensor));
-  return text;
-}
-
-/// Returns the first line of a signature, such as "all_reduce of sum with root 2".
-inline std::string operation_text(const char* name, std::optional<ReduceOp> op, std::optional<int> root) {
-  static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
-  std::string text = name;
-  if (op) text += detail::formatted(" of {}", ops[static_cast<int>(*op)]);
-  if (root) text += detail::formatted(" with root {}", *root);
-  return text;
-}
-
-inline std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  for (std::size_t begin = 0; begin <= text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
-
-/// Returns the text of the MismatchError that every rank throws: the first line that differs, by rank.
-inline std::string mismatch_text(const Call& call, const std::vector<std::string>& signatures,
-                                 const std::vector<int>& ranks) {
-  std::vector<std::vector<std::string>> lines;
-  for (const std::string& signature : signatures) lines.push_back(lines_of(signature));
-  const auto line = [&](std::size_t rank, std::size_t i) {
-    return i < lines[rank].size() ? lines[rank][i] : std::string("nothing");
-  };
-  std::size_t differs = 0;
-  const auto equal = [&](std::size_t i) {
-    for (std::size_t rank = 1; rank < lines.size(); ++rank)
-      if (line(rank, i) != line(0, i)) return false;
-    return true;
-  };
-  while (equal(differs)) ++differs;
-  std::string text = differs == 0 ? detail::formatted("collective #{}:", call.sequence) : call.text() + ":";
-  bool list = false;
-  for (const auto& own : lines) list = list || own.size() > 2;
-  if (differs > 0 && list) text += detail::formatted(" tensor {}:", differs - 1);
-  for (std::size_t rank = 0; rank < lines.size(); ++rank)
-    text += detail::formatted("{} rank {} {}", rank == 0 ? "" : ",", ranks[rank], line(rank, differs));
-  return text;
-}
-
-/// Gathers the signature `own` of every rank. Returns nothing if all are equal. Throws MismatchError if
-/// `call` serves another public call on another rank. Blocks.
-inline std::vector<std::string> differing_signatures(BackendGroup& group, const Call& call,
-                                                     const std::string& own) {
-  const auto until = call.start + group.timeout();
-  std::vector<std::string> signatures;
-  if (!group.on_host()) {
-    signatures = exchanged_in_store(group, call, all_ranks(group.state().size()), own);
-    const bool equal = std::all_of(signatures.begin(), signatures.end(),
-                                   [&](const std::string& other) { return other == own; });
-    return equal ? std::vector<std::string>() : signatures;
-  }
-  const auto gather = [&](const at::Tensor& row) {
-    auto rows = at::empty({group.state().size(), row.numel()}, row.options());
-    const auto work = start_all_gather(group.backend(), rows, row);
-    group.await(call, *work, until);
-    return rows;
-  };
-  const auto hash = at::full({1}, static_cast<std::int64_t>(fnv1a(own)), at::kLong);
-  const auto heads = gather(at::cat({hash, BytesHeader::of(own.size(), call.served)}));
-  const auto headers = heads.narrow(1, 1, BytesHeader::numbers).contiguous();
-  if (const std::string calls = BytesHeader::different_calls(headers, group.state().ranks()); !calls.empty())
-    throw MismatchError(calls);
-  const auto lengths = BytesHeader::lengths(headers);
-  if (heads.select(1, 0).eq(hash).all().item<bool>() &&
-      std::all_of(lengths.begin(), lengths.end(), [&](std::int64_t length) { return length == lengths[0]; }))
-    return {};
-  const auto texts = gather(bytes_tensor(own, *std::max_element(lengths.begin(), lengths.end())));
-  for (int rank = 0; rank < group.state().size(); ++rank)
-    signatures.push_back(bytes_in(texts[rank], lengths[static_cast<std::size_t>(rank)]));
-  return signatures;
-}
-
-/// Compares the signature `own` over the ranks before the collective sends anything. Throws the same
-/// MismatchError on every rank.
-inline void compare_over_ranks(BackendGroup& group, const Call& call, const std::string& own) {
-  const auto signatures = differing_signatures(group, call, own);
-  if (!signatures.empty()) throw MismatchError(mismatch_text(call, signatures, group.state().ranks()));
 }
 
 }  // namespace lockstep::detail

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -26,7 +27,6 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/detail/backend_operations.hpp"
-#include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/membership.hpp"
@@ -50,61 +50,20 @@ struct WorkInternals : c10d::Work {
   static constexpr auto exception = &WorkInternals::exception_;
 };
 
-/// Calls `action` on a thread of its own at `when`, unless the DelayedCall is destroyed earlier.
-class DelayedCall {
- public:
-  DelayedCall(std::chrono::steady_clock::time_point when, std::function<void()> action)
-      : thread_([this, when, action = std::move(action)] {
-          std::unique_lock lock(mutex_);
-          if (!changed_.wait_until(lock, when, [&] { return off_; })) action();
-        }) {}
-  ~DelayedCall() {
-    {
-      std::lock_guard lock(mutex_);
-      off_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  DelayedCall(const DelayedCall&) = delete;
-  DelayedCall& operator=(const DelayedCall&) = delete;
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool off_ = false;
-  std::thread thread_;
-};
-
-/// The beginning of backend_error_text() of an operation that received another number of bytes than it
-/// expected.
-inline constexpr std::string_view other_sizes_text = "the ranks gave it tensors of different sizes";
-
-/// Returns a backend's error text without LibTorch's stack trace and Gloo's source locations.
-inline std::string backend_error_text(const std::exception_ptr& cause) {
-  std::string text = "of an unknown error";
+/// Returns what an error of a backend means.
+inline ForeignError backend_error(const std::exception_ptr& cause) {
   try {
     std::rethrow_exception(cause);
   } catch (const c10::Error& error) {
-    text = error.what_without_backtrace();
+    return classify(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    text = error.what();
+    return classify(error.what());
   } catch (...) {
+    return {ForeignError::other, "of an unknown error"};
   }
-  text = text.substr(0, text.find('\n'));
-  // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
-  if (const auto end = text.find("] ");
-      text.starts_with("[") && text.substr(0, end).find(".cc:") != std::string::npos)
-    text = text.substr(end + 2);
-  // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
-  if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
-    return detail::formatted("{} (a part of {} bytes)", other_sizes_text,
-                             text.substr(sizes + std::string_view("op.nbytes. ").size()));
-  return text.substr(0, text.find(". This is typically"));
 }
 
-/// An exchange of bytes through the store, as a Work of c10d, for a transport that moves bytes only through GPU
-/// memory.
+/// An exchange of bytes through the store, as a Work of c10d, for a transport that moves bytes only through GPU memory.
 ///
 /// Each rank of `from` writes its bytes in the constructor. isCompleted() reads the bytes once all have
 /// arrived; the last rank to read them deletes them. Every function throws as Membership::at_store does.
@@ -258,7 +217,7 @@ class BackendGroup {
       throw;
     } catch (const std::exception&) {
       throw CommunicationError(detail::formatted("{}: {} refused it: {}", name, check_.backend,
-                                                 backend_error_text(std::current_exception())),
+                                                 backend_error(std::current_exception()).text),
                                state_.world().rank());
     }
   }
@@ -287,6 +246,21 @@ class BackendGroup {
     return connect([backend = backend_, world = state_.world(), ranks, name, store_timeout = timeout()] {
       return split(*backend, own_store(world, name, store_timeout), ranks, name);
     });
+  }
+
+  /// Throws the first error: on a device also of an operation that the backend has ended, and whose cause the watching
+  /// thread has not found yet. The program may have read its result.
+  void check_error() {
+    state_.check_error();
+    std::optional<InFlight> last;
+    std::exception_ptr cause;
+    {
+      const std::lock_guard lock(watch_mutex_);
+      for (const InFlight& one : in_flight_)
+        if (auto failed = failure_of_work(*one.work)) cause = cause ? cause : failed;
+      if (cause) last = in_flight_.back();
+    }
+    if (cause) throw_transport_error(last->call, cause);
   }
 
   void order_stream(const Call& call, c10d::Work& work) {
@@ -347,8 +321,7 @@ class BackendGroup {
     }
   }
 
-  /// await() for a send or recv. Gloo ends such a wait only by abort, or by a timeout that breaks its
-  /// connection.
+  /// await() for a send or recv. Gloo ends such a wait only by abort, or by a timeout that breaks its connection.
   void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
     if (!is_gloo_) return await_polled(call, *work, until);
     const auto left = [](Clock::time_point end) {
@@ -360,12 +333,11 @@ class BackendGroup {
       bool arrived = false;
       {
         std::optional<FailureMonitor::Interruption> interruption;
-        if (membership().monitor()) interruption.emplace(*membership().monitor(), work, watch.next());
+        if (membership().monitor())
+          interruption.emplace(*membership().monitor(), work, std::min(watch.next(), until));
         // After the registration: a failure that arrived before it aborts nothing.
-        check(watch.look(true));
+        check(watch.look());
         try {
-          std::optional<DelayedCall> delayed_abort;
-          if (until < call.start + timeout()) delayed_abort.emplace(until, [&] { work->abort(); });
           arrived = work->wait(left(call.start + timeout()));
         } catch (...) {
           if (Clock::now() >= call.start + timeout()) throw_timeout(call);
@@ -427,7 +399,15 @@ class BackendGroup {
       std::this_thread::sleep_for(pause);
     }
     if (!on_host() && !watches()) state_.check_error();  // an aborted operation completes, too
-    if (auto cause = work.exception()) throw_transport_error(call, cause);
+    if (auto cause = failure_of_work(work)) throw_transport_error(call, cause);
+  }
+  // Returns why the backend has ended a work. NCCL's watchdog aborts all operations of a communicator for the error of
+  // one: the others complete without an exception.
+  std::exception_ptr failure_of_work(c10d::Work& work) {
+    if (auto cause = work.exception()) return cause;
+    const std::lock_guard lock(mutex_);
+    if (!is_nccl_ || !backend_ || !has_failed(*backend_)) return nullptr;
+    return std::make_exception_ptr(std::runtime_error("NCCL has aborted its communicator"));
   }
 
   // The thread that watches the operations on a device. The errors that it finds are stored; the next call of
@@ -539,12 +519,13 @@ class BackendGroup {
       state_.fail(cause, true);
     } catch (...) {
     }
-    const std::string text = backend_error_text(cause);
+    const ForeignError foreign = backend_error(cause);
     check(membership().cause_of(
-        call, detail::formatted("it does not answer and has closed its connections ({})", text),
-        text.starts_with(other_sizes_text)));
-    const CommunicationError error(detail::formatted("{} failed: {}", call.text(), text),
-                                   state_.world().rank());
+        call, detail::formatted("does not answer and has closed its connections ({})", foreign.text)));
+    const CommunicationError error(
+        Failure{.rank = state_.world().rank(),
+                .call = call.failed(),
+                .message = detail::formatted("{} failed: {}", call.text(), foreign.text)});
     state_.record(std::make_exception_ptr(error), false);
     throw error;
   }

@@ -29,10 +29,9 @@
 namespace lockstep {
 namespace detail {
 
-/// Keeps Gloo's TCP sockets, which it opens without SOCK_CLOEXEC, from being inherited by child processes: a
-/// helper process that outlives its rank would hold the rank's connections open, and no other rank would see
-/// the rank die. Marks the TCP sockets that appear while it lives, and adds them to OwnSockets. Scopes may
-/// overlap.
+/// Keeps Gloo's TCP sockets, which it opens without SOCK_CLOEXEC, from being inherited by child processes: a helper
+/// process that outlives its rank would hold the rank's connections open, and no other rank would see the rank die.
+/// Marks the TCP sockets that appear while it lives, and adds them to OwnSockets. Scopes may overlap.
 class GlooSocketScope {
  public:
   GlooSocketScope() : before_(tcp_sockets()) {}
@@ -71,8 +70,7 @@ class GlooSocketScope {
   Sockets before_;
 };
 
-/// Returns the network interfaces that Gloo binds to. Throws UsageError, which names an interface that Gloo
-/// cannot use.
+/// Returns the network interfaces that Gloo binds to. Throws UsageError, which names an interface that Gloo cannot use.
 inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const World& world,
                                                                           const GlooOptions& options) {
   std::string interfaces = options.interfaces;
@@ -124,7 +122,6 @@ inline c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_gloo(const StorePtr& s
 inline ProcessGroupOptions gloo_backend(const World& world, const GlooOptions& gloo) {
   ProcessGroupOptions options;
   options.timeout = gloo.timeout;
-  options.check_shapes = gloo.check_shapes;
   options.make_backend = [world, gloo](const StorePtr& store, int rank, int size) {
     return c10::intrusive_ptr<c10d::Backend>(connect_gloo(store, rank, size, world, gloo));
   };

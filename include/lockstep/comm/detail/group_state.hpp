@@ -12,7 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -74,9 +73,9 @@ class GroupState {
 
   /// Begins a collective. Throws inside a rank-zero scope and after close(), rethrows the first error, and
   /// fails the group if the collective can never complete.
-  Call begin(const char* name) {
+  Call begin(const char* name, const CallContent& content = {}) {
     Call call = open(name, std::nullopt, 0);
-    call.sequence = membership_.enter(name, call.served);
+    call.sequence = membership_.enter(call, content);
     look(call);
     return call;
   }

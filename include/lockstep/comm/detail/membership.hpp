@@ -20,7 +20,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/detail/timeouts.hpp"
@@ -55,7 +54,7 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
                             const std::vector<int>& ranks, int own_rank, const std::string& waited,
                             const std::map<int, Elsewhere>& elsewhere = {}) {
   const auto last = [](const Position& position) {
-    return position.sequence == 0 ? std::string("at the start") : "last at " + position.text();
+    return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
   };
   std::vector<std::string> late, silent;
   std::string where, other_place;
@@ -76,16 +75,20 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
         other_place = detail::formatted(
             ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank "
             "must make the calls of all communicators in the same order",
-            rank, found->second.position.text(), found->second.group, own_rank);
+            rank, text_of(found->second.position), found->second.group, own_rank);
     }
   }
   std::string text;
   for (const auto& [rank, position] : positions)
-    if (!call.peer && position.sequence == call.sequence && differs(position, call.name, call.served)) {
-      const std::string calls = different_calls(own_rank, call.name, call.served, rank, position);
-      return detail::formatted(
+    if (!call.peer && position.sequence == call.sequence) {
+      const FailedCall own = call.failed();
+      const bool other_call =
+          !own.served.empty() && !position.served.empty() && own.served != position.served;
+      if (position.operation == own.operation && !other_call) continue;
+      const std::string calls = different_calls(own_rank, own, rank, position);
+      return formatted(
           "{} is not complete after {}: {}", call.text(), waited,
-          calls.empty() ? detail::formatted("rank {} called {} instead", rank, position.operation) : calls);
+          calls.empty() ? formatted("rank {} called {} instead", rank, position.operation) : calls);
     }
   if (!late.empty())
     text = detail::formatted("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
@@ -119,9 +122,7 @@ class Membership {
       : world_(world),
         timeout_(timeout),
         heartbeat_(heartbeat_timeout()),
-        status_(std::make_shared<GroupStatus>()) {
-    status_->name = std::move(name);
-    status_->ranks = std::move(ranks);
+        status_(std::make_shared<GroupStatus>(std::move(name), std::move(ranks))) {
     const auto own = std::find(status_->ranks.begin(), status_->ranks.end(), world.rank());
     rank_ = static_cast<int>(own - status_->ranks.begin());
     if (world.size() == 1) {
@@ -159,15 +160,21 @@ class Membership {
   static Call making() { return {"", 0, {}, 0, Clock::now(), served_call}; }
 
   /// Counts a collective and makes it this rank's position, which answers to other ranks report.
-  std::uint64_t enter(const char* name, const ServedCall& served) {
-    const std::uint64_t sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
-    status_->enter(sequence, name, served);
-    return sequence;
+  std::uint64_t enter(const Call& call, const CallContent& content) {
+    return status_->enter(call.name, call.served, content, call.label);
+  }
+  /// Returns the number of the last collective and the hash of all.
+  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> mark() const { return status_->mark(); }
+  /// Returns the error of ranks that have made different calls, after the store has found the first of them.
+  [[nodiscard]] std::exception_ptr mismatch(const Call& call) {
+    static_cast<void>(monitor_->different_calls());
+    if (auto error = look(call)) return error;
+    return std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
+                                                 "; every rank must make the same, in order"));
   }
 
-  /// Joins the rendezvous of the group. Blocks until every rank has joined; returns each rank's `identity`,
-  /// by rank in the group. Throws TimeoutError, which names the missing ranks, and PeerError if a rank has
-  /// failed.
+  /// Joins the rendezvous of the group. Blocks until every rank has joined; returns each rank's `identity`, by rank in
+  /// the group. Throws TimeoutError, which names the missing ranks, and PeerError if a rank has failed.
   std::vector<std::string> join(const std::string& identity) {
     if (!monitor_) return {identity};
     const Call call = making();
@@ -191,7 +198,7 @@ class Membership {
   }
 
   /// Records that the transport is connected: from now on the other ranks notice by it when this rank dies.
-  /// Until then the server of the store watches this rank's connection. Blocks at most 1 s.
+  /// Until then the server of the store watches this rank's connection.
   void connected() const noexcept {
     if (monitor_ && world_.begin_communicating()) monitor_->publish_connected();
   }
@@ -206,17 +213,13 @@ class Membership {
   [[nodiscard]] std::exception_ptr look(const Call& call) {
     if (!monitor_) return nullptr;
     seen_.store(monitor_->version(), std::memory_order_relaxed);
-    if (const auto aborted = monitor_->aborted(name()))
-      return std::make_exception_ptr(PeerError(aborted->sentence(), world_.rank()));
-    if (const auto failure = monitor_->failure())
-      return std::make_exception_ptr(PeerError(failure_text(*failure, call), world_.rank()));
+    if (const auto aborted = monitor_->aborted(name())) return peer_error(*aborted, call);
+    if (const auto failure = monitor_->failure()) return peer_error(told(*failure, call), call);
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && !call.peer && position.sequence < call.sequence)
-        return std::make_exception_ptr(PeerError(
-            detail::formatted("rank {} {} after {} {}; {}", rank, has_left,
-                              position.sequence == 0 ? std::string("no collective") : position.text(),
-                              waiting_text(world_.rank(), place_text(call)), same_calls),
-            world_.rank()));
+        return peer_error(left_early(rank, position.sequence == 0 ? "no collective" : text_of(position),
+                                     world_.rank(), place_of(call)),
+                          call);
     return nullptr;
   }
   /// look() that waits up to `timeout` for the failure that a rank publishes before it ends.
@@ -233,11 +236,10 @@ class Membership {
     if (monitor_) monitor_->notice();
   }
 
-  /// Watches one call while a thread waits for it. Finds failures of other ranks as they are published. After
-  /// 5 s, and then every 30 s, asks whether the ranks are in the same collective and still answer; a shorter
-  /// heartbeat_timeout() shortens these intervals. Logs a warning that names the late ranks after 30 s, or
-  /// after half the timeout if that is less, but not before 5 s. A rank that is silent for
-  /// heartbeat_timeout() counts as failed. Not thread-safe.
+  /// Watches one call while a thread waits for it. Finds failures of other ranks as they are published. After 5 s, and
+  /// then every 30 s, asks whether the ranks are in the same collective and still answer; a shorter heartbeat_timeout()
+  /// shortens these intervals. Logs a warning that names the late ranks after 30 s, or after half the timeout if that
+  /// is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as failed. Not thread-safe.
   class CallWatch {
    public:
     CallWatch(Membership& membership, const Call& call)
@@ -251,34 +253,24 @@ class Membership {
     /// Returns when `look` will next ask the other ranks.
     [[nodiscard]] Clock::time_point next() const { return next_; }
 
-    /// Returns why the call can never complete, null while it still may. If it asks the other ranks and
-    /// `block` is true, waits for their answers; does not block otherwise.
-    [[nodiscard]] std::exception_ptr look(bool block = false) {
+    /// Returns why the call can never complete, null while it still may. Blocks for 1.5 s at most, where it asks the other
+    /// ranks.
+    [[nodiscard]] std::exception_ptr look() {
       if (!membership_.monitor_) return nullptr;
       if (const auto version = membership_.monitor_->version(); version != seen_) {
         seen_ = version;
         if (auto error = membership_.look(call_)) return error;
       }
-      if (!question_ && Clock::now() >= next_) {
-        const auto now = Clock::now();
-        // Do not count time in which this process itself was stopped.
-        gap_ = std::min<Clock::duration>(now - asked_, 2 * interval_);
-        asked_ = now;
-        // Of many waiting ranks, few need to ask whether all ranks are alive.
-        question_ = std::make_unique<FailureMonitor::Question>(
-            *membership_.monitor_, *membership_.status_,
-            asked_ >= next_warning_ ? share(call_) : std::min<Milliseconds>(interval_ / 2, waited() / 4));
-      }
-      if (!question_) return nullptr;
+      if (Clock::now() < next_) return nullptr;
+      const auto now = Clock::now();
+      // Do not count time in which this process itself was stopped.
+      gap_ = std::min<Clock::duration>(now - asked_, 2 * interval_);
+      asked_ = now;
       // The call's remaining time bounds the wait for answers: its timeout asks anew for the late ranks.
-      const auto left = std::chrono::floor<Milliseconds>(call_.start + membership_.timeout_ - Clock::now());
-      const auto settled = block ? question_->await(answer_timeout, std::clamp(left, Milliseconds(0),
-                                                                               Milliseconds(answer_timeout)))
-                                 : question_->poll(answer_timeout, answer_timeout);
-      if (!settled) return nullptr;
-      const Answers answers = *settled;
-      question_.reset();
-      if (auto error = membership_.compare(call_, answers)) return error;
+      const auto left = std::chrono::floor<Milliseconds>(call_.start + membership_.timeout_ - now);
+      const Answers answers =
+          membership_.monitor_->ask(*membership_.status_, answer_timeout,
+                                    std::clamp(left, Milliseconds(0), Milliseconds(answer_timeout)));
       if (auto error = find_silent(answers)) return error;
       if (asked_ >= next_warning_) {
         membership_.warn(call_, answers);
@@ -321,11 +313,12 @@ class Membership {
                   detail::formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
               membership_.world_.rank()));
         return membership_.blame(
-            call_, who,
-            detail::formatted(
-                "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it in "
-                "{}: it is stopped, or its host is cut off",
-                time, call_.text()));
+            call_, {.kind = FailureKind::timed_out,
+                    .rank = who,
+                    .message = formatted(
+                        "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it "
+                        "in {}: it is stopped, or its host is cut off",
+                        time, call_.text())});
       }
       return nullptr;
     }
@@ -337,7 +330,6 @@ class Membership {
     Clock::time_point next_, next_warning_, asked_{};
     Clock::duration gap_{};                  // between the last two questions
     std::map<int, Clock::duration> silent_;  // the duration of each rank's silence, by global rank
-    std::unique_ptr<FailureMonitor::Question> question_;
   };
 
   /// Returns the text of the timeout error of `call`: the late ranks and their positions.
@@ -345,38 +337,35 @@ class Membership {
     const auto waited = Clock::now() - call.start;
     Answers answers;
     answers.store_answers = true;
-    if (monitor_) answers = monitor_->ask(*status_, share(call), answer_timeout, answer_timeout);
+    if (monitor_) answers = monitor_->ask(*status_, answer_timeout, answer_timeout);
     return lateness_of(call, waited, answers);
   }
 
   /// Returns the reason why the transport ended `call`: a PeerError with another rank's failure, or one that
-  /// blames a rank that does not answer, which it publishes with `text`. Returns null if every rank answers
-  /// or the reason is unknown. `other_sizes`: the transport ended the call because ranks gave it tensors of
-  /// different sizes.
-  [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text,
-                                            bool other_sizes = false) {
+  /// blames a rank that does not answer, which it publishes with `text`; a MismatchError if the ranks have made
+  /// different calls. Returns null if every rank answers or the reason is unknown.
+  [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
     if (!monitor_) return nullptr;
     using Milliseconds = std::chrono::milliseconds;
     // Leave time for one question, however late the call is.
     const auto left = [end = call.start + timeout_](Milliseconds least, Milliseconds most) {
       return std::clamp(std::chrono::floor<Milliseconds>(end - Clock::now()), least, most);
     };
+    monitor_->report();
     // A rank that fails or leaves says so before it closes its connections.
     if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
     const auto answers =
-        monitor_->ask(*status_, share(call), answer_timeout, left(answer_timeout, std::chrono::seconds(5)));
+        monitor_->ask(*status_, answer_timeout, left(answer_timeout, std::chrono::seconds(5)));
     if (auto error = look(call)) return error;
     if (answers.conclusive)
       for (const int rank : ranks())
         if (rank != world_.rank() && !answers.positions.contains(rank))
-          return blame(call, rank,
-                       detail::formatted("{} {}", text, waiting_text(world_.rank(), call.text())));
-    if (call.sequence > 0)
-      for (const auto& [rank, position] : answers.positions)
-        if (position.sequence == call.sequence ? differs(position, call.name, call.served)
-                                               : other_sizes && other_call(position, call.served))
-          return std::make_exception_ptr(
-              CommunicationError(disagreement(call, rank, position), world_.rank()));
+          return blame(call, exit_code_of(call, rank) == 0
+                                 ? ended_early(rank, world_.rank(), place_of(call))
+                                 : Failure{.kind = FailureKind::died,
+                                           .rank = rank,
+                                           .message = formatted("{} {}", text,
+                                                                waiting_text(world_.rank(), call.failed()))});
     if (monitor_->await_failure(left(Milliseconds(100), Milliseconds(1000)))) return look(call);
     return nullptr;
   }
@@ -387,16 +376,14 @@ class Membership {
     if (monitor_) monitor_->publish_abort(*status_, text);
   }
 
-  /// Runs `work(store)` with the group's keys on the monitor's sender thread. Returns its result, or
-  /// std::nullopt at `until`. Throws PeerError if another rank has failed and CommunicationError if the store
-  /// is gone. `work` must own what it uses: it may still run after `until`.
+  /// Runs `work(store)` with the group's keys. Returns its result, or std::nullopt at `until`. Throws PeerError if
+  /// another rank has failed and CommunicationError if the store is gone.
   template <class Work>
   auto at_store_until(const Call& call, Clock::time_point until, Work work)
       -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
-    const auto result = std::make_shared<std::optional<decltype(work(std::declval<c10d::Store&>()))>>();
-    if (!perform_until(call, until, [result, work](c10d::Store& store) { *result = work(store); }))
-      return std::nullopt;
-    return std::move(*result);
+    std::optional<decltype(work(std::declval<c10d::Store&>()))> result;
+    if (!perform_until(call, until, [&](c10d::Store& store) { result = work(store); })) return std::nullopt;
+    return result;
   }
   /// at_store_until() up to the timeout of `call`, at which it throws TimeoutError.
   template <class Work>
@@ -418,10 +405,9 @@ class Membership {
   void depart() {
     if (monitor_) monitor_->publish_departure(*status_);
   }
-  /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said
-  /// farewell, or once every rank has left the group or ended, some of them without a farewell. Throws
-  /// TimeoutError if the store does not answer within the timeout, and on the hosting rank if a rank that
-  /// still answers has not left.
+  /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said farewell,
+  /// or once every rank has left the group or ended, some of them without a farewell. Throws TimeoutError if the store
+  /// does not answer within the timeout, and on the hosting rank if a rank that still answers has not left.
   void farewell(const Call& call) {
     if (!monitor_) return;
     const bool last_to_leave = world_.hosts_store();
@@ -438,7 +424,7 @@ class Membership {
         if (holds(call, store_keys::all_gone, end).value_or(false)) return;
         std::this_thread::sleep_for(pause);
       }
-      const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
+      const auto answers = monitor_->ask(*status_, answer_timeout, std::chrono::seconds(5));
       const auto gone = monitor_->departed(name());
       std::vector<std::string> staying;
       for (const int rank : ranks()) {
@@ -446,7 +432,7 @@ class Membership {
         const auto answer = answers.positions.find(rank);
         if (answer == answers.positions.end()) {
           if (!gone.contains(rank)) return;  // the rank has failed
-        } else if (!gone.contains(rank) || answer->second.operation != Position::none) {
+        } else if (!gone.contains(rank) || answer->second.operation != no_operation) {
           staying.push_back(std::to_string(rank));
         }
       }
@@ -468,28 +454,26 @@ class Membership {
 
  private:
   // at_store_until() without a result: returns whether `work` has run.
-  bool perform_until(const Call& call, Clock::time_point until, std::function<void(c10d::Store&)> work) {
+  bool perform_until(const Call& call, Clock::time_point until,
+                     const std::function<void(c10d::Store&)>& work) {
     if (!monitor_) {
       work(*store_);
       return true;
     }
-    std::exception_ptr error;
-    const auto ending = monitor_->perform(
-        [work = std::move(work), name = name()](const StorePtr& store) {
-          c10d::PrefixStore group(name, store);
-          work(group);
-        },
-        until, &error);
-    if (ending == FailureMonitor::Ending::complete) return true;
-    const bool over = Clock::now() >= until;
-    // The store may be gone because of a failure that a rank is publishing.
-    if (!over && ending == FailureMonitor::Ending::failed)
-      monitor_->await_failure(std::chrono::milliseconds(1500));
-    throw_if_failed(call);
-    if (over) return false;
-    throw CommunicationError(detail::formatted("{} fails: {}", store_text(world_.environment()),
-                                               error ? first_line(error) : std::string("it is gone")),
-                             world_.rank());
+    try {
+      c10d::PrefixStore group(name(), monitor_->store(until));
+      work(group);
+      return true;
+    } catch (const c10::Error& error) {
+      const bool over = Clock::now() >= until;
+      // The store may be gone because of a failure that a rank is publishing.
+      if (!over) monitor_->await_failure(std::chrono::milliseconds(1500));
+      throw_if_failed(call);
+      if (over) return false;
+      throw CommunicationError(
+          detail::formatted("{} fails: {}", store_text(world_.environment()), first_line(error)),
+          world_.rank());
+    }
   }
 
   // How long the monitor of another rank may take to answer.
@@ -507,22 +491,28 @@ class Membership {
     return detail::formatted("{} is not made after {}", making_text(call),
                              duration_text(Clock::now() - call.start));
   }
-  // Returns where this rank waits: the text of a collective, or "the constructor of Trainer (communicator
-  // 'lockstep/comm/0')".
-  [[nodiscard]] std::string place_text(const Call& call) const {
-    if (*call.name != '\0') return call.text();
-    const std::string what = detail::formatted("communicator '{}'", name());
-    return call.served.name ? served_text(call.served.name, what) : "the rendezvous of the " + what;
+  // Returns where this rank waits: in a collective, or in the rendezvous of this communicator.
+  [[nodiscard]] FailedCall place_of(const Call& call) const {
+    FailedCall place = call.failed();
+    if (*call.name == '\0') {
+      place.operation = rendezvous;
+      place.label = formatted("communicator '{}'", name());
+      place.served = call.served.name ? call.served.name : "";
+    }
+    return place;
   }
-  // Returns the sentence of a failure. The rank that hosts the store cannot say why it has ended.
-  [[nodiscard]] std::string failure_text(const Failure& failure, const Call& call) const {
-    if (failure.text != store_lost) return failure.sentence();
+  [[nodiscard]] std::exception_ptr peer_error(const Failure& first, const Call& call) const {
+    return error_of(first, world_.rank(), place_of(call));
+  }
+  // The failure as this rank tells it: the rank that hosts the store cannot say why it has ended.
+  [[nodiscard]] Failure told(const KnownFailure& failure, const Call& call) const {
+    Failure first = failure;
+    if (!failure.store_lost) return first;
     const auto& environment = world_.environment();
     const bool rank_hosts = !environment.store_is_hosted || environment.store_outlives_attempts;
-    return detail::formatted("{} {}",
-                             rank_hosts ? "rank 0 failed first: its process has ended, and the store with it,"
-                                        : failure.sentence(),
-                             waiting_text(world_.rank(), place_text(call)));
+    first.message = formatted("{}{}", rank_hosts ? "has ended, and the store with it, " : first.message + " ",
+                              waiting_text(world_.rank(), place_of(call)));
+    return first;
   }
   [[nodiscard]] std::string silence() const {
     return detail::formatted(
@@ -542,30 +532,24 @@ class Membership {
                                                  std::chrono::seconds(30));
   }
 
-  // A rank, by rank in the group, whose sign is not in the store, and its exit code if it has ended; -1 if that is
-  // unknown.
-  struct MissingRank {
-    std::size_t rank = 0;
-    std::optional<int> exit_code{};
-  };
-  // Returns the ranks whose sign, `signs[rank]`, is not in the store; std::nullopt if the store does not
+  // Returns the exit code of a rank that has ended, -1 if it is unknown; nothing if it has not, or the store does not
   // answer.
-  std::optional<std::vector<MissingRank>> find_missing(const Call& call,
-                                                       const std::vector<std::string>& signs) {
-    return at_store_until(call, soon(), [signs, ranks = ranks()](c10d::Store& group) {
+  std::optional<int> exit_code_of(const Call& call, int rank) {
+    const std::string finished = store_keys::finished(rank);
+    const auto value = at_store_until(call, soon(), [&](c10d::Store& group) {
       const auto store = static_cast<c10d::PrefixStore&>(group).getUnderlyingStore();
-      std::vector<MissingRank> missing;
-      for (std::size_t rank = 0; rank < signs.size(); ++rank) {
-        if (group.check({signs[rank]})) continue;
-        missing.push_back({rank});
-        const std::string finished = store_keys::finished(ranks[rank]);
-        if (!store->check({finished})) continue;
-        // It may have given its sign after the look above, and ended.
-        if (group.check({signs[rank]}))
-          missing.pop_back();
-        else
-          missing.back().exit_code = whole_number(store->get_to_str(finished));
-      }
+      return store->check({finished}) ? store->get_to_str(finished) : std::string();
+    });
+    return value ? whole_number(*value) : std::nullopt;
+  }
+
+  // Returns the ranks in the group whose sign, `signs[rank]`, is not in the store; std::nullopt if it does not answer.
+  std::optional<std::vector<std::size_t>> find_missing(const Call& call,
+                                                       const std::vector<std::string>& signs) {
+    return at_store_until(call, soon(), [&](c10d::Store& group) {
+      std::vector<std::size_t> missing;
+      for (std::size_t rank = 0; rank < signs.size(); ++rank)
+        if (!group.check({signs[rank]})) missing.push_back(rank);
       return missing;
     });
   }
@@ -589,20 +573,29 @@ class Membership {
         const auto missing = find_missing(call, signs);
         std::vector<std::string> names;
         std::size_t lowest = 0;
-        for (const auto& [rank, exit_code] : missing.value_or(std::vector<MissingRank>())) {
-          if (exit_code.value_or(0) != 0) {  // the rank has published its reason before
+        for (const std::size_t rank : missing.value_or(std::vector<std::size_t>())) {
+          if (rank == lowest) ++lowest;
+          names.push_back(std::to_string(ranks()[rank]));
+          const auto exit_code = exit_code_of(call, ranks()[rank]);
+          // It may have given its sign after the look above, and ended.
+          if (!exit_code || holds(call, signs[rank], soon()).value_or(true)) continue;
+          if (*exit_code != 0) {  // the rank has published its reason before
             (void)monitor_->await_failure(std::chrono::milliseconds(500));
             throw_if_failed(call);
           }
-          if (exit_code) throw PeerError(ended_text(call, ranks()[rank], *exit_code), world_.rank());
-          names.push_back(std::to_string(ranks()[rank]));
-          if (rank == lowest) ++lowest;
+          std::rethrow_exception(peer_error(ended(call, ranks()[rank], *exit_code), call));
         }
+        const int late_alone = names.size() == 1 ? ranks()[(*missing)[0]] : -1;
         if (over || (warns && !(missing && names.empty()))) {
           const std::string text = !missing        ? not_made(call) + silence()
                                    : names.empty() ? not_made(call)
                                                    : late(names);
-          if (over) throw TimeoutError(text, world_.rank());
+          if (over)
+            throw TimeoutError(Failure{.kind = FailureKind::timed_out,
+                                       .rank = world_.rank(),
+                                       .cause = late_alone,
+                                       .call = place_of(call),
+                                       .message = text});
           if (missing ? rank_ == static_cast<int>(lowest) : world_.local_rank() == 0)
             world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
         }
@@ -613,11 +606,15 @@ class Membership {
     }
   }
 
-  [[nodiscard]] std::string ended_text(const Call& call, int rank, int exit_code) const {
-    const std::string waits = waiting_text(world_.rank(), place_text(call));
-    if (exit_code == 0) return early_end_text(rank, waits);
-    return detail::formatted("rank {} has ended{} {}", rank,
-                             exit_code < 0 ? "" : detail::formatted(" with exit code {}", exit_code), waits);
+  [[nodiscard]] Failure ended(const Call& call, int rank, int exit_code) const {
+    const FailedCall place = place_of(call);
+    if (exit_code == 0) return ended_early(rank, world_.rank(), place);
+    return {.kind = FailureKind::died,
+            .rank = rank,
+            .code = exit_code,
+            .message =
+                formatted("has ended{} {}", exit_code < 0 ? "" : formatted(" with exit code {}", exit_code),
+                          waiting_text(world_.rank(), place))};
   }
 
   void throw_if_failed(const Call& call) {
@@ -627,53 +624,22 @@ class Membership {
     }
   }
 
-  // Publishes that `rank` has failed and returns the PeerError of the failure that was published first.
-  [[nodiscard]] std::exception_ptr blame(const Call& call, int rank, const std::string& text) {
-    monitor_->publish(rank, text);
+  // Publishes the failure of another rank and returns the PeerError of the failure that was published first.
+  [[nodiscard]] std::exception_ptr blame(const Call& call, const Failure& failure) {
+    monitor_->publish({.kind = Event::failed, .failure = failure});
     if (monitor_->await_failure(std::chrono::milliseconds(500)))
       if (auto error = look(call)) return error;
-    return std::make_exception_ptr(
-        PeerError(detail::formatted("rank {} failed first: {}", rank, text), world_.rank()));
+    return peer_error(failure, call);
   }
 
-  // Returns how old a shared question may be. The bound keeps out answers so old that they would call a rank
-  // late that has joined the call since.
-  [[nodiscard]] static std::chrono::milliseconds share(const Call& call) {
-    const auto waited = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - call.start);
-    return std::min(std::chrono::milliseconds(100), waited / 4);
-  }
-
-  // Returns an error if another rank is in a different collective with this sequence number: such a call
-  // never completes.
-  [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
-    if (call.sequence == 0 || !reports_for(call, answers)) return nullptr;
-    for (const auto& [rank, position] : answers.positions)
-      if (position.sequence == call.sequence && differs(position, call.name, call.served))
-        return std::make_exception_ptr(CommunicationError(disagreement(call, rank, position), world_.rank()));
-    return nullptr;
-  }
-  [[nodiscard]] std::string disagreement(const Call& call, int rank, const Position& position) const {
-    std::string calls = different_calls(world_.rank(), call.name, call.served, rank, position);
-    if (!calls.empty()) return calls;
-    return detail::formatted(
-        "the ranks disagree on collective #{}{}: rank {} called {}, but rank {} called {}. "
-        "Every rank must call the same collectives in the same order",
-        call.sequence, call.served.name ? " of " + served_text(call.served) : std::string(), world_.rank(),
-        call.name, rank, position.operation);
-  }
-
-  // Returns whether this rank reports for the ranks that wait for one call. The lowest waiting rank does; if
-  // the store does not answer, the first rank of each host does.
-  [[nodiscard]] bool reports_for(const Call& call, const Answers& answers) const {
-    if (!answers.store_answers) return world_.local_rank() == 0;
-    return call.peer ||
-           std::none_of(answers.positions.begin(), answers.positions.end(), [&](const auto& answer) {
-             return answer.first < world_.rank() && answer.second.sequence >= call.sequence;
-           });
-  }
-
+  // Logs a warning, on the lowest of the ranks that wait for one call; if the store does not answer, on the first rank of
+  // each host.
   void warn(const Call& call, const Answers& answers) const {
-    if (!reports_for(call, answers)) return;
+    const bool lower =
+        std::any_of(answers.positions.begin(), answers.positions.end(), [&](const auto& answer) {
+          return answer.first < world_.rank() && answer.second.sequence >= call.sequence;
+        });
+    if (answers.store_answers ? lower && !call.peer : world_.local_rank() != 0) return;
     world_.log.all().warning("{} (the timeout is {})", lateness_of(call, Clock::now() - call.start, answers),
                              duration_text(timeout_));
   }

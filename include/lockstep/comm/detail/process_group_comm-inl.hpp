@@ -161,11 +161,7 @@ inline ProcessGroupOptions checked(ProcessGroupOptions options, const World& wor
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<ReduceOp> op,
                                                                std::optional<int> root,
                                                                at::TensorList tensors) {
-  const detail::Call call = group().state().begin(name);
-  if (group().options().check_shapes && size() > 1)
-    detail::compare_over_ranks(*group_, call,
-                               detail::signature(detail::operation_text(name, op, root), tensors));
-  return Work(group_, call);
+  return Work(group_, group().state().begin(name, detail::CallContent::of(op, root, tensors)));
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
@@ -296,8 +292,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce_scatter(at::Tens
       add(work, std::move(part), std::move(to[i]), true, divisor(op));
       continue;
     }
-    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in
-    // rank order.
+    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in rank order.
     const auto rows =
         at::empty({size(), to[i].buffer.numel()}, from[i].buffer.options().requires_grad(false));
     auto part = group().launch("reduce_scatter", [&](c10d::Backend& backend) {
@@ -343,7 +338,8 @@ LOCKSTEP_INLINE std::vector<std::string> ProcessGroupComm::all_gather_bytes(cons
 
 LOCKSTEP_INLINE std::string ProcessGroupComm::broadcast_bytes(const std::string& bytes, int root) {
   group().state().check_rank("broadcast_bytes", root);
-  return detail::broadcast_bytes(group(), group().state().begin("broadcast_bytes"), bytes, root);
+  return detail::broadcast_bytes(
+      group(), group().state().begin("broadcast_bytes", detail::CallContent::of({}, root)), bytes, root);
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::barrier() {
@@ -384,7 +380,7 @@ LOCKSTEP_INLINE std::shared_ptr<detail::BackendGroup> ProcessGroupComm::split_gr
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::check_error() {
-  group().state().check_error();
+  group().check_error();
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::abort(const std::string& reason) {

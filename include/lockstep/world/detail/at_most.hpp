@@ -17,8 +17,7 @@ namespace lockstep::detail {
 /// then is never run nor destroyed: a process that exits may have destroyed its static objects.
 class LeavableThread {
  public:
-  /// Starts `work`, which is called once and then destroyed. Throws std::system_error if no thread can be
-  /// started.
+  /// Starts `work`, which is called once and then destroyed. Throws std::system_error if no thread can be started.
   template <class Work>
   explicit LeavableThread(Work work)
       : shared_(std::make_shared<Shared>()),

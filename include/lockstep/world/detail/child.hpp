@@ -17,6 +17,7 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/failure.hpp"
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header
 
@@ -105,6 +106,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   // Allocate before the fork: another thread may hold the allocator's lock.
   const auto argv = as_c_strings(arguments);
   const auto envp = as_c_strings(environment);
+  const auto report = encode({.code = 127, .message = "the program could not be executed again"});
   const pid_t parent = getpid();
   // Until the child has reset this process's handlers, a signal would run them in the child.
   sigset_t all, own;
@@ -140,10 +142,9 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
 #ifdef __GLIBC__  // strerror takes locks, which another thread of the parent may have held at the fork
   why = strerrordesc_np(reason);
 #endif
-  const char* texts[] = {"error\n0\n127\nthe program could not be executed again", why ? ": " : "",
-                         why ? why : ""};
-  iovec parts[3];
-  for (int i = 0; i < 3; ++i) parts[i] = {const_cast<char*>(texts[i]), std::strlen(texts[i])};
+  iovec parts[3]{{const_cast<char*>(report.data()), report.size()}};
+  const char* texts[] = {why ? ": " : "", why ? why : ""};
+  for (int i = 0; i < 2; ++i) parts[i + 1] = {const_cast<char*>(texts[i]), std::strlen(texts[i])};
   if (writev(streams.report, parts, 3) < 0) {  // in one call: the launcher may read between two
   }
   _exit(127);

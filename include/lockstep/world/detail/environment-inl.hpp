@@ -20,8 +20,8 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/launcher_process.hpp"
-#include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep {

@@ -7,8 +7,7 @@
 
 namespace lockstep::detail {
 
-/// The signals that a launching process passes on to its ranks, by which the user or a scheduler asks for
-/// something.
+/// The signals that a launching process passes on to its ranks, by which the user or a scheduler asks for something.
 inline constexpr std::array passed_on_signals{SIGTERM, SIGINT,  SIGHUP,  SIGQUIT,
                                               SIGUSR1, SIGUSR2, SIGALRM, SIGXCPU};
 inline constexpr const char* passed_on_names =

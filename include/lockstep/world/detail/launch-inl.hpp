@@ -71,25 +71,29 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
     if (hosting) store = host_store(std::move(*listener), secret, std::chrono::seconds(10));
   };
   // A killed rank cannot report its failure to the other hosts.
-  supervised.failed = [&](const RankFailure& failure) {
-    if (alone || failure.kind == FailureKind::peer) return;
+  supervised.failed = [&](Failure failure) {
+    if (alone || failure.kind == FailureKind::consequence) return;
+    failure.host = host_name();
     at_most(std::chrono::milliseconds(1500),
-            [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size,
-             rank = failure.rank, process = process_name(failure.pid)] {
-              const StorePtr tell =
-                  url.path.empty()
-                      ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
-                      : open_file_store(url.path, size);
-              if (is_of_another_run(*tell, size, rank, process)) return;
-              publish_failure(tell, -1, size, text);
+            [failure, url, secret, size = plan.size, process = process_name(failure.pid)] {
+              const StoreEndpoint endpoint = url.path.empty() ? StoreEndpoint{url.host, url.port, secret}
+                                                              : endpoint_on_board(read_board(url.path));
+              const auto tell = connect_store(endpoint, std::chrono::milliseconds(500));
+              if (is_of_another_run(*tell, size, failure.rank, process)) return;
+              tell->publish({.kind = Event::failed, .failure = failure});
             });
   };
   supervised.ended_well = [&](int rank) {
     if (hosting) record_end(*store, rank);
   };
   Supervisor supervisor(std::move(supervised));
-  const int code = supervisor.run();
+  int code = supervisor.run();
   if (hosting && !alone) outlive_ranks(*store, plan.size, code == 0);
+  const auto found = code == 0 && hosting ? published_failure(*store) : std::nullopt;
+  if (found && found->kind == FailureKind::mismatch) {
+    std::fprintf(stderr, "error: %s\n", found->message.c_str());  // every rank has ended without knowing
+    code = found->code;
+  }
   return code;
 }
 
@@ -106,7 +110,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   } catch (const Error& error) {
     if (dynamic_cast<const UsageError*>(&error) != nullptr)
       tell_waiting_ranks(error.what(), options.rank_source);
-    fail_process(describe(std::current_exception()));
+    fail_process(failure_of(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
   keep_freed_memory();
@@ -144,9 +148,8 @@ inline std::vector<std::string> own_arguments() {
 
 LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
-/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would
-/// spawn `nproc` processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with
-/// mp.spawn.
+/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would spawn `nproc`
+/// processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with mp.spawn.
 inline void require_no_launcher(int nproc, const Variables& given = process_variable) {
   const auto variables = without_batch_job(given);
   const auto found = find_launched_rank(variables, launched_rank);
@@ -200,13 +203,13 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
       job.environment.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / nproc)));
     options.jobs.push_back(std::move(job));
   }
-  RankFailure failure{};
-  options.failed = [&](const RankFailure& first) { failure = first; };
+  std::string text;
+  options.failed = [&](const Failure& first) { text = headline(first, std::vector<int>()); };
   const int code = Supervisor(std::move(options)).run();
   if (code == 0) return;
-  if (failure.text.empty())
-    failure.text = code > 128 ? detail::formatted("ended by signal {}", code - 128) : "a process failed";
-  throw ProcessError(failure.text, code);
+  if (text.empty())
+    text = code > 128 ? detail::formatted("ended by signal {}", code - 128) : "a process failed";
+  throw ProcessError(text, code);
 }
 
 }  // namespace lockstep::detail

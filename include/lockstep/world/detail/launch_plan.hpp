@@ -72,8 +72,7 @@ inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) 
   throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
 }
 
-/// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the
-/// lowest.
+/// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the lowest.
 struct LaunchPlan {
   bool worker = false;
   AnyRankSource rank_source;  ///< of the worker's World; empty: the variables of torchrun alone
@@ -104,8 +103,7 @@ inline bool names_other_hosts(const Variables& variables) {
   return variables("LOCKSTEP_RENDEZVOUS") || (address && !names_loopback(*address));
 }
 
-/// Plans the launch from the command line and the environment. Throws UsageError if they contradict each
-/// other.
+/// Plans the launch from the command line and the environment. Throws UsageError if they contradict each other.
 inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOptions& options,
                               const Variables& given = process_variable) {
   LaunchPlan plan;

@@ -22,9 +22,8 @@ namespace lockstep::detail {
 /// reader that stops reading (a paused terminal, a full pipe) never delays the forwarding of signals. The
 /// descriptors are shared with the shell, so they are not made non-blocking.
 ///
-/// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another
-/// reason, such as a full disk, the writer drops that sink's output, writes a warning to the other sink, and
-/// the run continues.
+/// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another reason, such as
+/// a full disk, the writer drops that sink's output, writes a warning to the other sink, and the run continues.
 class OutputWriter {
  public:
   void put(int sink, std::string_view bytes) {

@@ -15,10 +15,9 @@
 
 namespace lockstep::detail {
 
-/// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started
-/// them, the rendezvous and the threads of each rank. Where `launch` has started all of them on this host, it
-/// has set the variables and the rendezvous itself, and the line leaves them out. A single rank has no
-/// rendezvous.
+/// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started them, the
+/// rendezvous and the threads of each rank. Where `launch` has started all of them on this host, it has set the
+/// variables and the rendezvous itself, and the line leaves them out. A single rank has no rendezvous.
 inline std::string run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
   constexpr std::size_t hosts_shown = 8;
   struct Host {

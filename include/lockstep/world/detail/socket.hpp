@@ -130,9 +130,8 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 /// server after 5 s.
 inline constexpr std::chrono::milliseconds lookup_timeout{7000};
 
-/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails
-/// temporarily, and one of an unknown name, which may be that of a pod that has just started, unless it is
-/// this host's own.
+/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily, and
+/// one of an unknown name, which may be that of a pod that has just started, unless it is this host's own.
 inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric;
   struct Shared {
@@ -194,11 +193,10 @@ struct Listener {
 
 /// The address of this host that a listener for clients of `host` binds. None means all interfaces.
 ///
-/// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this
-/// host that `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this
-/// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name
-/// to another address. choose_bind throws RendezvousError for a name that cannot be resolved, unless it is
-/// this host's own.
+/// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this host that
+/// `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this host's, or is a name
+/// for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. choose_bind
+/// throws RendezvousError for a name that cannot be resolved, unless it is this host's own.
 struct BindChoice {
   std::vector<SocketAddress> address;  // one or none
   bool host_is_elsewhere = false;
@@ -313,8 +311,7 @@ struct ConnectAttempt {
   std::string reason;
 };
 
-/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for a name that cannot be
-/// resolved.
+/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for a name that cannot be resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until,
                                   const RendezvousOrigin& origin = {}) {

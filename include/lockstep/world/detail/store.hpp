@@ -20,7 +20,6 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -30,11 +29,14 @@
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/files.hpp"
+#include "lockstep/world/detail/event_log.hpp"
+#include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
-#include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -42,7 +44,21 @@
 
 namespace lockstep::detail {
 
-/// A client of a StoreServer as a c10d::Store. Thread-safe: calls of several threads wait for each other.
+/// The ranks that have not signed in: the first of them, and their number.
+struct MissingRanks {
+  std::vector<int> first{};
+  std::size_t count = 0;
+
+  /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
+  [[nodiscard]] std::string text(int size) const {
+    if (count == 0) return "the last rank";
+    return detail::formatted("{} {} of {}", count == 1 ? "rank" : "ranks",
+                             joined(first, ", ", " and ", count > first.size() ? 4 : first.size(), count),
+                             size);
+  }
+};
+
+/// A StoreServer as a c10d::Store, over a connection that many of them share. Thread-safe.
 ///
 /// Every call ends within the timeout of this client (`setTimeout`), whatever the server does; a `wait` with
 /// a timeout of its own ends within that timeout. A call throws c10::DistStoreError if it times out or the
@@ -50,37 +66,33 @@ namespace lockstep::detail {
 /// timeout of zero means no timeout, as in c10d.
 class StoreClient : public ClonableStore {
  public:
-  /// Connects within `timeout`, which is also the timeout of each call. The client keeps `hosted` alive.
-  /// Throws RendezvousError.
-  StoreClient(
-      StoreEndpoint endpoint, std::chrono::milliseconds timeout,
-      const StoreConnection::Waiting& waiting = [](const std::string&) {},
-      std::shared_ptr<void> hosted = nullptr)
-      : endpoint_(std::move(endpoint)), hosted_(std::move(hosted)), connection_(endpoint_, timeout, waiting) {
+  /// `timeout` is that of each call, which also ends once `over` returns true.
+  StoreClient(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds timeout,
+              std::function<bool()> over = nullptr)
+      : connection_(std::move(connection)), over_(std::move(over)) {
     timeout_ = timeout;
   }
-  ~StoreClient() override {
-    if (bound_ && getpid() == owner_)
-      connection_.send_last(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
+
+  [[nodiscard]] const std::shared_ptr<StoreConnection>& connection() const { return connection_; }
+
+  /// Returns the ranks below `size` that have not signed in.
+  MissingRanks missing_ranks(int size) {
+    const auto reply = request(StoreOperation::missing, end(),
+                               [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(size)); });
+    FrameReader reader(reply);
+    MissingRanks missing{.count = reader.integer()};
+    while (reader.more()) missing.first.push_back(static_cast<int>(reader.integer()));
+    return missing;
   }
 
-  /// Binds this client to a rank: if its process ends before the rank has made a communicator or has
-  /// finished, the server publishes that as the run's failure. The destructor unbinds it.
-  void bind_rank(int rank, const std::string& process) {
-    request(StoreOperation::bind_rank, end(),
-            [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
-    bound_ = true;
-  }
-
-  [[nodiscard]] const StoreConnection& connection() const { return connection_; }
-  /// Returns the endpoint with the address that was reached, so that no name is looked up again.
-  [[nodiscard]] StoreEndpoint endpoint() const {
-    return {connection_.server_address(), endpoint_.port, endpoint_.secret};
+  /// Adds an event to the run's log. Returns whether it is news, see StoreServer.
+  bool publish(const Event& event) {
+    return truth(
+        request(StoreOperation::publish, end(), [&](FrameWriter& out) { out.text(event.encode()); }));
   }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<StoreClient>(
-        endpoint(), timeout_, [](const std::string&) {}, hosted_);
+    return c10::make_intrusive<StoreClient>(connection_, timeout_, over_);
   }
 
   using c10d::Store::compareSet;
@@ -155,7 +167,7 @@ class StoreClient : public ClonableStore {
   template <class Fill>
   std::string request(StoreOperation operation, Clock::time_point until, Fill fill) {
     try {
-      return connection_.request(operation, until, fill);
+      return connection_->request(operation, until, fill, over_);
     } catch (const StoreLost& error) {
       C10_THROW_ERROR(DistNetworkError, error.what());
     } catch (const std::runtime_error& error) {
@@ -172,11 +184,8 @@ class StoreClient : public ClonableStore {
   }
   static bool truth(const std::string& reply) { return FrameReader(reply).byte() != 0; }
 
-  StoreEndpoint endpoint_;
-  std::shared_ptr<void> hosted_;
-  StoreConnection connection_;
-  bool bound_ = false;  // to a rank
-  const pid_t owner_ = getpid();
+  std::shared_ptr<StoreConnection> connection_;
+  std::function<bool()> over_;
 };
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -236,16 +245,18 @@ inline StorePtr connect_tcp_store(const StoreEndpoint& endpoint, const std::stri
 inline c10::intrusive_ptr<StoreClient> connect_store(
     const StoreEndpoint& endpoint, std::chrono::milliseconds timeout,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
-  return c10::make_intrusive<StoreClient>(endpoint, timeout, waiting);
+  return c10::make_intrusive<StoreClient>(std::make_shared<StoreConnection>(endpoint, timeout, waiting),
+                                          timeout);
 }
 
 /// Hosts a store on a socket that already listens. Returns its first client; the store ends with that client.
 inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::string& secret,
                                                   std::chrono::milliseconds timeout) {
-  StoreEndpoint own{listener.address, listener.port, secret};
+  const StoreEndpoint own{listener.address, listener.port, secret};
   auto server = std::make_shared<StoreServer>(std::move(listener), secret);
-  return c10::make_intrusive<StoreClient>(
-      std::move(own), timeout, [](const std::string&) {}, std::move(server));
+  auto client = connect_store(own, timeout);
+  client->connection()->keep(std::move(server));
+  return client;
 }
 
 /// Listens where rank 0 hosts the store. Returns no listener if a store of lockstep with this secret answers
@@ -263,92 +274,76 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
   }
 }
 
-/// The store of a rendezvous that this process has joined. `again` opens another connection to it.
+/// The store of a rendezvous that this process has joined.
 struct Rendezvous {
   StorePtr store;
-  std::function<StorePtr(std::chrono::milliseconds timeout)> again;
-  bool hosted_here = false;  // the store ends with this process
-  std::string address = {};  // at which other hosts reach this host, or empty
-  bool guessed = false;      // `address` does not come from a connection to another host
-  std::string doubt = {};    // what may keep the other ranks from joining
+  std::shared_ptr<StoreConnection> connection = {};  // null in a world of one rank
+  bool hosted_here = false;                          // the store ends with this process
+  std::string address = {};                          // at which other hosts reach this host, or empty
+  std::string doubt = {};                            // what may keep the other ranks from joining
+
+  /// Returns a client with a timeout of its own.
+  [[nodiscard]] StorePtr again(std::chrono::milliseconds timeout) const {
+    if (!connection) return store;
+    return c10::make_intrusive<StoreClient>(connection, timeout);
+  }
 };
 
 inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
   const auto& connection = store->connection();
-  return {
-      store,
-      [endpoint = store->endpoint()](auto timeout) -> StorePtr { return connect_store(endpoint, timeout); },
-      hosted_here, connection.within_host() ? std::string() : connection.own_address()};
+  return {store, connection, hosted_here,
+          connection->within_host() ? std::string() : connection->own_address()};
 }
 
-/// Joins a rendezvous under torchrun, whose store outlives a failed attempt together with its keys. So that
-/// store only serves as a board, on which rank 0 publishes the address and secret of a store of this attempt.
-/// An earlier attempt's address leads to a closed port or to a store with another secret; then the board is
-/// read again until rank 0 has replaced it. Calls `waiting` with what this rank waits for.
-inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, int rank,
-                                           std::chrono::milliseconds timeout,
-                                           const std::function<void(const std::string&)>& waiting) {
-  const std::string pin = store_keys::board;
+/// A place at which rank 0 publishes the address and secret of the store of this attempt: torchrun's store, which
+/// outlives a failed attempt together with its keys, or a file.
+struct Board {
+  std::string name;                   // "the store of torchrun's agent at nodeA:29400"
+  std::string host;                   // towards which rank 0 listens; empty: any other host
+  std::function<std::string()> read;  // empty if nothing is there
+  std::function<void(const std::string& text)> write;
+};
+
+/// Returns the endpoint that rank 0 has published.
+inline StoreEndpoint endpoint_on_board(const std::string& text) {
+  const auto first = text.find(' '), second = text.find(' ', first + 1);
+  return {text.substr(0, first),
+          whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
+          text.substr(std::min(second, text.size() - 1) + 1),
+          {},
+          "Look at the output of rank 0; a firewall between the hosts must let through every port"};
+}
+inline std::string read_board(const std::string& path) {
+  std::ifstream file(path);
+  std::string text;
+  std::getline(file, text);
+  return text;
+}
+
+/// Joins the rendezvous of which rank 0 publishes the address on `board`. An earlier attempt's address leads to a closed
+/// port or to a store with another secret; then the board is read again until rank 0 has replaced it. Calls `waiting`
+/// with what this rank waits for.
+inline Rendezvous rendezvous_through(const Board& board, int rank, std::chrono::milliseconds timeout,
+                                     const std::function<void(const std::string&)>& waiting) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto left = [&] {
-    return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
-                                                      deadline - std::chrono::steady_clock::now()));
-  };
-  const auto agent = detail::formatted("the store of torchrun's agent at {}", board_endpoint.text());
-  retry_at(
-      board_endpoint.text(), timeout,
-      [&](auto until) {
-        const auto attempt = try_connect(board_endpoint.host, board_endpoint.port, end_of_attempt(until),
-                                         board_endpoint.origin);
-        return attempt.fd.open() ? std::string() : attempt.reason;
-      },
-      [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
-      board_endpoint.remedy);
-  const auto board = std::make_shared<StorePtr>();
-  // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
-  const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
-    const auto text = std::make_shared<std::string>();
-    const LeavableThread asking([text, board, work, board_endpoint, agent, remaining = left()] {
-      if (!*board) *board = connect_tcp_store(board_endpoint, agent, remaining);
-      *text = work(**board);
-    });
-    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), std::chrono::milliseconds(500)))) {
-      if (std::chrono::steady_clock::now() >= deadline)
-        throw RendezvousError(detail::formatted(
-            "{} does not answer after {} s: look at the output of torchrun on that host, and "
-            "start it again",
-            agent, std::chrono::duration<double>(timeout).count()));
-      waiting(detail::formatted("{}: it does not answer", agent));
-    }
-    at_store(detail::formatted("{} failed", agent), [&] { asking.rethrow(); });
-    return *text;
-  };
   if (rank == 0) {
-    const auto host = address_towards(board_endpoint.host);
+    auto host = board.host.empty() ? outer_address() : address_towards(board.host);
+    if (host.empty()) host = loopback_address();  // a host without a network
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
     const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
     auto store = host_store(std::move(listener), secret, timeout);
-    on_board([pin, text](c10d::Store& on) {
-      on.set(pin, to_bytes(text));
-      return std::string();
-    });
+    board.write(text);
     return rendezvous_at(store, true);
   }
-  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", agent);
+  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", board.name);
   while (std::chrono::steady_clock::now() < deadline) {
-    const auto text =
-        on_board([pin](c10d::Store& on) { return on.check({pin}) ? to_text(on.get(pin)) : std::string(); });
+    const auto text = board.read();
     try {
       if (!text.empty()) {
-        const auto first = text.find(' '), second = text.find(' ', first + 1);
-        const StoreEndpoint endpoint{text.substr(0, first),
-                                     whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
-                                     text.substr(second + 1),
-                                     {},
-                                     "Look at the output of rank 0; a firewall between the hosts must let "
-                                     "through every port"};
-        auto store = connect_store(endpoint, std::min(left(), std::chrono::milliseconds(1000)));
+        const auto left =
+            std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+        auto store = connect_store(endpoint_on_board(text), std::min(left, std::chrono::milliseconds(1000)));
         store->setTimeout(timeout);
         return rendezvous_at(store, false);
       }
@@ -363,15 +358,77 @@ inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, 
                         std::chrono::duration<double>(timeout).count(), last));
 }
 
-/// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
-/// minutes.
-inline StorePtr open_file_store(const std::string& path, int size) {
-  if (!Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)).open())
-    throw UsageError(
-        detail::formatted("cannot open the rendezvous file {} (of LOCKSTEP_RENDEZVOUS or World::join): {}: "
-                          "name a file in a folder that every rank can write",
-                          path, std::strerror(errno)));
-  return c10::make_intrusive<c10d::FileStore>(path, size);
+/// Joins a rendezvous under torchrun, whose agent's store is the board.
+inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int rank,
+                                            std::chrono::milliseconds timeout,
+                                            const std::function<void(const std::string&)>& waiting) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto left = [&] {
+    return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
+                                                      deadline - std::chrono::steady_clock::now()));
+  };
+  const auto agent = detail::formatted("the store of torchrun's agent at {}", endpoint.text());
+  retry_at(
+      endpoint.text(), timeout,
+      [&](auto until) {
+        const auto attempt =
+            try_connect(endpoint.host, endpoint.port, end_of_attempt(until), endpoint.origin);
+        return attempt.fd.open() ? std::string() : attempt.reason;
+      },
+      [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
+      endpoint.remedy);
+  const auto client = std::make_shared<StorePtr>();
+  // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
+  const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
+    const auto text = std::make_shared<std::string>();
+    const LeavableThread asking([text, client, work, endpoint, agent, remaining = left()] {
+      if (!*client) *client = connect_tcp_store(endpoint, agent, remaining);
+      *text = work(**client);
+    });
+    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), std::chrono::milliseconds(500)))) {
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw RendezvousError(detail::formatted(
+            "{} does not answer after {} s: look at the output of torchrun on that host, and "
+            "start it again",
+            agent, std::chrono::duration<double>(timeout).count()));
+      waiting(detail::formatted("{}: it does not answer", agent));
+    }
+    at_store(detail::formatted("{} failed", agent), [&] { asking.rethrow(); });
+    return *text;
+  };
+  const std::string pin = store_keys::board;
+  return rendezvous_through({agent, endpoint.host,
+                             [&] {
+                               return on_board([pin](c10d::Store& on) {
+                                 return on.check({pin}) ? to_text(on.get(pin)) : std::string();
+                               });
+                             },
+                             [&](const std::string& text) {
+                               on_board([pin, text](c10d::Store& on) {
+                                 on.set(pin, to_bytes(text));
+                                 return std::string();
+                               });
+                             }},
+                            rank, timeout, waiting);
+}
+
+/// Joins a rendezvous whose board is a file, which rank 0 removes when it leaves. Throws UsageError if rank 0 cannot
+/// write it.
+inline Rendezvous rendezvous_in_file(const std::string& path, int rank, std::chrono::milliseconds timeout,
+                                     const std::function<void(const std::string&)>& waiting) {
+  return rendezvous_through({detail::formatted("the file {}", path), "", [&] { return read_board(path); },
+                             [&](const std::string& text) {
+                               try {
+                                 write_file_atomically(path, text + "\n");
+                               } catch (const Error& error) {
+                                 throw UsageError(detail::formatted(
+                                     "cannot write the rendezvous file (of LOCKSTEP_RENDEZVOUS or "
+                                     "World::join): {}: name a file in a "
+                                     "folder that every rank can write",
+                                     error.what()));
+                               }
+                             }},
+                            rank, timeout, waiting);
 }
 
 /// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. While the store cannot
@@ -381,25 +438,16 @@ inline Rendezvous join_rendezvous(
     const std::function<void(const std::string&)>& waiting = [](const std::string&) {}) {
   if (env.rendezvous.empty()) {
     StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process needs no rendezvous
-    return {store, [store](auto) { return store; }};
+    return {store};
   }
   const auto url = parse_rendezvous(env.rendezvous);
   StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
-  if (!url.path.empty()) {
-    const auto open = [path = url.path, size = env.size](auto time) {
-      return at_store(detail::formatted("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
-        auto store = open_file_store(path, size);
-        store->setTimeout(time);
-        return store;
-      });
-    };
-    return {open(timeout), open, false, outer_address(), true};
-  }
+  if (!url.path.empty()) return rendezvous_in_file(url.path, env.rank, timeout, waiting);
   if (env.store_outlives_attempts) {
     endpoint.remedy =
         "torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
         "TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process";
-    return rendezvous_through_board(endpoint, env.rank, timeout, waiting);
+    return rendezvous_under_torchrun(endpoint, env.rank, timeout, waiting);
   }
   if (env.rank == 0 && !env.store_is_hosted) {
     if (auto listener = listen_as_rank_zero(endpoint)) {
@@ -491,11 +539,7 @@ inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < size; ++rank) keys.push_back(store_keys::rank(rank));
   std::vector<RankIdentity> result;
-  if (store.hasExtendedApi()) {
-    for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
-  } else {
-    for (const auto& key : keys) result.push_back(RankIdentity::decode(to_text(store.get(key))));
-  }
+  for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
   return result;
 }
 
@@ -516,62 +560,60 @@ inline std::string unconfirmed_local_rank(const std::vector<RankIdentity>& ranks
   return {};
 }
 
-/// Returns the error about two ranks of a host that have one local rank, or that disagree on the number of
-/// ranks there; empty if there are none. The ranks of a host may be several complete sets: launchers can
-/// imitate several hosts on one.
+/// Returns the error about two ranks of a host that have one local rank; empty if there are none. The ranks of a host may be
+/// several complete sets: launchers can imitate several hosts on one.
 inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
-  using Holders = std::map<std::string, std::vector<std::size_t>>;  // the ranks that have each local rank
-  std::map<std::string, std::map<std::string, Holders>> hosts;      // by host and number of local ranks
+  // By host with its number of ranks, and local rank.
+  std::map<std::string, std::map<std::string, std::vector<std::size_t>>> hosts;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-    if (!ranks[rank].local_size.empty())
-      hosts[ranks[rank].host][ranks[rank].local_size][ranks[rank].local_rank].push_back(rank);
-  const auto complete = [](const auto& group) {
-    return static_cast<std::size_t>(whole_number(group.first).value_or(0)) <= group.second.size();
-  };
-  for (const auto& [host, groups] : hosts) {
-    if (const auto part = std::find_if_not(groups.begin(), groups.end(), complete);
-        groups.size() > 1 && part != groups.end()) {
-      const auto neighbor = part == groups.begin() ? std::next(part) : std::prev(part);
-      const auto [one, other] =
-          std::minmax(part->second.begin()->second[0], neighbor->second.begin()->second[0]);
-      return detail::formatted("ranks {} and {} on {} disagree on the number of ranks there ({} and {}): {}",
-                               one, other, printable(ranks[one].host_text()),
-                               printable(ranks[one].local_size), printable(ranks[other].local_size),
-                               ranks[one].local_variable == "LOCAL_RANK"
-                                   ? "give all ranks of a host one LOCAL_WORLD_SIZE"
-                                   : "pass the launcher's whole environment on to each process");
-    }
-    for (const auto& group : groups) {
-      const auto& [size, places] = group;
-      std::size_t sets = complete(group) ? ranks.size() : 0;
-      for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
-      for (const auto& [local_rank, holders] : places) {
-        if (holders.size() == 1 || holders.size() == sets) continue;
-        const auto& one = ranks[holders[0]];
-        const bool named = !one.local_variable.empty();
-        const auto variable = named ? printable(one.local_variable) : std::string("local rank");
-        const auto remedy = !named || variable == "LOCAL_RANK"
-                                ? detail::formatted("give every rank of a host its own {}, 0 to {}", variable,
-                                                    whole_number(size).value_or(0) - 1)
-                                : std::string("pass the launcher's whole environment on to each process");
-        return detail::formatted("ranks {} and {} on {} both have {}{}{} of {} ranks there: {}", holders[0],
-                                 holders[1], printable(one.host_text()), variable, named ? "=" : " ",
-                                 printable(local_rank), printable(size), remedy);
-      }
+    if (const RankIdentity& one = ranks[rank]; !one.local_size.empty())
+      hosts[one.host + " " + one.local_size][one.local_rank].push_back(rank);
+  for (const auto& [host, places] : hosts) {
+    const std::size_t sets = places.rbegin()->second.size(), size = places.size();
+    for (const auto& [local_rank, holders] : places) {
+      const RankIdentity& one = ranks[holders[0]];
+      if (holders.size() == 1 || (holders.size() == sets && one.local_size == std::to_string(size))) continue;
+      return detail::formatted(
+          "ranks {} and {} on {} both have {}={} of {}: pass the launcher's whole environment on to each "
+          "process, or give each "
+          "rank of a host its own",
+          holders[0], holders[1], printable(one.host_text()),
+          one.local_variable.empty() ? std::string("local rank") : printable(one.local_variable),
+          printable(local_rank), printable(one.local_size));
     }
   }
   return {};
 }
 
-/// Ends the rendezvous on all ranks with an error, and throws it on this rank. If all ranks of the run have
-/// joined before, the run goes on, and rank 0 logs a warning.
-[[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
+/// Adds an event to the log of the run. Returns whether it is news; false in a world of one rank.
+inline bool publish(c10d::Store& store, const Event& event) {
+  auto* client = dynamic_cast<StoreClient*>(&store);
+  return client && client->publish(event);
+}
+
+/// Ends the rendezvous unless it has ended. Returns how it has ended.
+inline Outcome end_rendezvous(c10d::Store& store, const Outcome& outcome) {
+  return Outcome::decode(to_text(store.compareSet(store_keys::outcome, {}, to_bytes(outcome.encode()))));
+}
+
+[[noreturn]] inline void throw_refusal(const Outcome& outcome) {
+  throw RendezvousError(Failure{.kind = outcome.rank < 0 ? FailureKind::error : FailureKind::timed_out,
+                                .rank = process_rank.load(),
+                                .cause = outcome.rank,
+                                .call = {.operation = rendezvous},
+                                .message = outcome.text});
+}
+
+/// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
+/// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
+[[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text, int late = -1) {
+  const Outcome refusal{Outcome::refused, late, text};
   try {
-    const auto outcome = to_text(store.compareSet(store_keys::outcome, {}, to_bytes("refused " + text)));
-    if (outcome == "complete") StoreMailbox(StorePtr::reclaim_copy(&store), -1, 1).post("refused " + text);
+    if (end_rendezvous(store, refusal).kind == Outcome::complete)
+      publish(store, {.kind = Event::refused, .failure = {.message = text}});
   } catch (const c10::Error&) {  // the error is thrown below
   }
-  throw RendezvousError(text);
+  throw_refusal(refusal);
 }
 
 /// Refuses the rendezvous because `owner` and `me` have the same rank.
@@ -595,12 +637,8 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
         variable.empty() ? std::string() : detail::formatted(", the latter with {}={}", variable, env.rank),
         variable.empty() ? std::string("rank") : variable, printable(owner.host_text()),
         owner.host_text() == me.host_text() ? "" : " and " + me.host_text());
-  text += env.rendezvous.starts_with("file:")
-              ? detail::formatted(
-                    ", and every run a rendezvous file of its own: if {} is of an earlier run, "
-                    "remove it",
-                    env.rendezvous_origin.text)
-              : ", and every run a MASTER_PORT of its own";
+  text += env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own"
+                                              : ", and every run a MASTER_PORT of its own";
   refuse_rendezvous(store, text);
 }
 
@@ -627,20 +665,21 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   if (to_text(store.compareSet(store_keys::host, {}, to_bytes(me.host))) != me.host)
     store.set(store_keys::several_hosts, to_bytes("yes"));
   if (!joining) return;
-  if (auto* client = dynamic_cast<StoreClient*>(&store)) client->bind_rank(env.rank, me.process);
+  if (auto* client = dynamic_cast<StoreClient*>(&store))
+    client->connection()->bind_rank(env.rank, me.process,
+                                    std::chrono::steady_clock::now() + store.getTimeout());
   // Another World of this process has already signed in; the process counts once.
   if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
   if (store.add(store_keys::present, 1) != env.size) return;
   const auto all = identities(store, env.size);
   for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
     if (!wrong.empty()) refuse_rendezvous(store, wrong);
-  store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
+  end_rendezvous(store, {});
 }
 
-/// Registers a hook that refuses the rendezvous with `text`, the error of this process's variables, once the
-/// process has printed it as its last words. The hook is a no-op if the variables determine no address of another
-/// rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose ranks have
-/// all joined goes on.
+/// Registers a hook that refuses the rendezvous with `text`, the error of this process's variables, once the process
+/// has printed it as its last words. The hook is a no-op if the variables determine no address of another rank's store,
+/// and where a launching process or torchrun's agent ends the other ranks. A run whose ranks have all joined goes on.
 inline void tell_waiting_ranks(const std::string& text, const AnyRankSource& source) {
   failure_hooks.cannot_join = [text, source](const std::string& said) {
     if (said != text || report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
@@ -690,113 +729,21 @@ inline void refuse_other_rank_zero(const Environment& env, const std::string& ad
   at_store("the ranks could not sign in", [&] { sign_in(*other, env, address); });
 }
 
-/// The ranks that have not signed in: the first of them, and their number.
-struct MissingRanks {
-  static constexpr std::size_t most_named = 5;
-
-  std::vector<int> first{};
-  std::size_t count = 0;
-
-  /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
-  [[nodiscard]] std::string text(int size) const {
-    if (count == 0) return "the last rank";
-    const std::size_t shown =
-        count > most_named ? std::min(most_named - 1, first.size()) : std::min(count, first.size());
-    if (shown == 0) return detail::formatted("{} of {} ranks", count, size);
-    return detail::formatted("{} {} of {}", count == 1 ? "rank" : "ranks",
-                             joined(first, ", ", " and ", shown, count), size);
-  }
-};
-
-/// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store
-/// is gone.
+/// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store is gone.
 inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
                           std::chrono::milliseconds timeout) {
-  const auto start = std::chrono::steady_clock::now();
   try {
     store.wait(keys, timeout);
     return true;
   } catch (const c10::DistStoreError&) {
     return false;
-  } catch (const c10::Error&) {
-    // c10d's FileStore reports a timeout with this type, like any other error.
-    if (std::chrono::steady_clock::now() - start < timeout - timeout / 10) throw;
-    return false;
   }
 }
 
-/// Returns the ranks that have not signed in. Takes one store operation for some thousand ranks. Looks for no
-/// more ranks after `until`; their number is complete.
-inline MissingRanks missing_ranks(c10d::Store& store, int size, std::chrono::steady_clock::time_point until) {
-  MissingRanks missing;
-  missing.count =
-      static_cast<std::size_t>(std::max<std::int64_t>(0, size - store.add(store_keys::present, 0)));
-  const auto named = std::min(missing.count, MissingRanks::most_named);
-  const std::function<void(int, int)> search = [&](int begin, int end) {
-    if (missing.first.size() >= named || std::chrono::steady_clock::now() >= until) return;
-    std::vector<std::string> keys;
-    for (int rank = begin; rank < end; ++rank) keys.push_back(store_keys::rank(rank));
-    if (store.check(keys)) return;
-    if (end - begin == 1) {
-      missing.first.push_back(begin);
-      return;
-    }
-    const int middle = begin + (end - begin) / 2;
-    search(begin, middle);
-    search(middle, end);
-  };
-  constexpr int most_keys = 4096;
-  for (int begin = 0; begin < size && missing.first.size() < named;
-       begin += std::min(most_keys, size - begin)) {
-    if (std::chrono::steady_clock::now() >= until) break;
-    search(begin, begin + std::min(most_keys, size - begin));
-  }
-  return missing;
-}
-
-/// The first failure of a run, after which no collective can complete.
-struct Failure {
-  int rank = -1;  ///< the rank that failed, -1 if only the text names it
-  std::string text;
-
-  /// Parses a published failure: "rank 3: reason", or a launcher's text.
-  static Failure parse(const std::string& published) {
-    const auto colon = published.find(": ");
-    if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, published};
-    const auto rank = whole_number(std::string_view(published).substr(5, colon - 5));
-    if (!rank) return {-1, published};
-    return {*rank, published.substr(colon + 2)};
-  }
-
-  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason", or "rank 3 has
-  /// left ..." of a rank that ended before the others.
-  [[nodiscard]] std::string sentence() const {
-    const bool left = text.starts_with("has left ") || text.starts_with("has ended ");
-    return detail::formatted("{}{} {}",
-                             rank < 0 ? std::string("another rank") : detail::formatted("rank {}", rank),
-                             left ? "" : " failed first:", text);
-  }
-};
-
-/// Returns the text of the first published failure, with control characters escaped.
-inline std::optional<std::string> published_failure(c10d::Store& store) {
+/// Returns the first published failure.
+inline std::optional<Failure> published_failure(c10d::Store& store) {
   if (!store.check({store_keys::failure})) return std::nullopt;
-  return printable(to_text(store.get(store_keys::failure)));
-}
-
-/// Publishes a failure, also to ranks that wait for the rendezvous. Returns whether it is the first; of ranks
-/// that fail with the same text, one is.
-inline bool record_failure(c10d::Store& store, const std::string& text) {
-  const bool known = to_text(store.compareSet(store_keys::failure, {}, to_bytes(text))) == text;
-  const bool first = known && store.add(store_keys::failures_of_this_text, 1) == 1;
-  store.compareSet(store_keys::outcome, {}, to_bytes("failed"));
-  return first;
-}
-/// record_failure() that also tells all ranks of it.
-inline bool publish_failure(const StorePtr& store, int rank, int size, const std::string& text) {
-  const bool first = record_failure(*store, text);
-  StoreMailbox(store, rank, size).notify_all_ranks();
-  return first;
+  return decode_failure(to_text(store.get(store_keys::failure)));
 }
 
 /// Keeps the process that hosts the store alive until all ranks have finished: 5 minutes at most, or 2 s if a rank of
@@ -818,8 +765,7 @@ inline void outlive_ranks(c10d::Store& store, int size, bool well) {
 /// that has not signed in never will. No-op if the store does not answer.
 inline void record_end(c10d::Store& store, int rank) try {
   store.compareSet(store_keys::finished(rank), {}, to_bytes("0"));
-  if (!store.check({store_keys::rank(rank)}))
-    store.compareSet(store_keys::outcome, {}, to_bytes(detail::formatted("ended {}", rank)));
+  if (!store.check({store_keys::rank(rank)})) end_rendezvous(store, {Outcome::ended, rank});
 } catch (const c10::Error&) {  // the ranks' own timeouts remain
 }
 
@@ -829,16 +775,15 @@ using LazyText = std::function<std::string()>;
 /// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
 /// `waiting` from time to time with a text such as "rank 2 of 3", which costs store operations. Throws
 /// RendezvousError, with one text on all ranks, if a rank was refused or is missing at `deadline`, and
-/// PeerError if a rank has failed, or has ended before it signed in: the text of the latter ends with
-/// `waits`, a waiting_text.
+/// PeerError if a rank has failed, or has ended before it signed in. `own` is the waiting rank, in `call`.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
                         std::chrono::milliseconds timeout, const std::string& doubt,
-                        const std::function<void(const LazyText& who)>& waiting,
-                        const std::string& waits = {}) {
+                        const std::function<void(const LazyText& who)>& waiting, int own = -1,
+                        const FailedCall& call = {}) {
   using Clock = std::chrono::steady_clock;
   const auto missing = [&] {
     return at_store("the rendezvous failed",
-                    [&] { return missing_ranks(side, size, Clock::now() + std::chrono::seconds(2)); });
+                    [&] { return dynamic_cast<StoreClient&>(side).missing_ranks(size); });
   };
   // Returns `text` and what may keep the missing ranks from joining.
   const auto with_doubts = [&](std::string text) {
@@ -849,19 +794,19 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
                      : text;
     });
   };
-  std::string outcome;
-  for (const auto slice = std::chrono::milliseconds(5000); outcome.empty();) {
+  std::optional<Outcome> outcome;
+  for (const auto slice = std::chrono::milliseconds(5000); !outcome;) {
     const auto begin = Clock::now();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
     try {
       if (appear_within(side, {store_keys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
-        outcome = to_text(side.get(store_keys::outcome));
+        outcome = Outcome::decode(to_text(side.get(store_keys::outcome)));
     } catch (const c10::DistNetworkError& error) {
       throw RendezvousError(detail::formatted("the rendezvous has ended without all ranks: {}",
                                               printable(error.what_without_backtrace())));
     } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
     }
-    if (outcome.empty()) {
+    if (!outcome) {
       if (Clock::now() >= deadline) {
         const auto late = missing();
         refuse_rendezvous(side,
@@ -869,18 +814,24 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
                               "{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
                               "WORLD_SIZE of the others",
                               late.text(size), std::chrono::duration<double>(timeout).count(),
-                              late.count == 1 ? "it" : "them")));
+                              late.count == 1 ? "it" : "them")),
+                          late.count == 1 && !late.first.empty() ? late.first[0] : -1);
       }
       waiting([&] { return with_doubts(missing().text(size)); });
     }
   }
-  if (outcome == "failed") {
-    const auto failure = published_failure(side);
-    throw PeerError(failure ? Failure::parse(*failure).sentence() : "a rank failed before all had joined");
+  switch (outcome->kind) {
+    case Outcome::complete:
+      return;
+    case Outcome::failed: {
+      const auto failure = published_failure(side);
+      throw PeerError(consequence_of(failure.value_or(Failure{.message = "a rank has failed"}), own, call));
+    }
+    case Outcome::ended:
+      throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
+    case Outcome::refused:
+      throw_refusal(*outcome);
   }
-  if (outcome.starts_with("ended "))
-    throw PeerError(early_end_text(whole_number(std::string_view(outcome).substr(6)).value_or(-1), waits));
-  if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
 }
 
 }  // namespace lockstep::detail

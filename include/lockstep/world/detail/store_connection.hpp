@@ -1,11 +1,21 @@
 #pragma once
 
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
+#include <deque>
 #include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -48,9 +58,8 @@ struct StoreRefusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A client's connection to a StoreServer. Thread-safe: requests of several threads wait for each other, each
-/// at most until its own deadline. A reply to an abandoned request is discarded, so that the next request
-/// gets its own reply.
+/// A client's connection to a StoreServer. Thread-safe: several threads may wait for their replies at once. One of them
+/// reads from the connection for all.
 class StoreConnection {
  public:
   using Clock = std::chrono::steady_clock;
@@ -75,16 +84,98 @@ class StoreConnection {
     getsockname(fd_.get(), own_.get(), &own_.length);
   }
 
+  ~StoreConnection() {
+    if (bound_ && getpid() == owner_)
+      post(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
+  }
+  StoreConnection(const StoreConnection&) = delete;
+  StoreConnection& operator=(const StoreConnection&) = delete;
+
+  /// Binds this connection to a rank: if its process ends before the rank has made a communicator or has finished, the
+  /// server publishes that as the run's failure. The destructor unbinds it.
+  void bind_rank(int rank, const std::string& process, Clock::time_point until) {
+    request(StoreOperation::bind_rank, until,
+            [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
+    bound_ = true;
+  }
+
   /// Returns the numeric address of each end.
   [[nodiscard]] std::string server_address() const { return peer_.text(); }
   [[nodiscard]] std::string own_address() const { return own_.text(); }
   [[nodiscard]] bool within_host() const { return peer_.loopback() || peer_.text() == own_.text(); }
 
-  /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreTimeout at
-  /// `until`, StoreLost and StoreRefusal.
+  /// Keeps `hosted`, such as the server, alive as long as this connection.
+  void keep(std::shared_ptr<void> hosted) { hosted_ = std::move(hosted); }
+
+  /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreTimeout at `until`, or
+  /// once `over` returns true (see wake), StoreLost and StoreRefusal.
   template <class Fill>
-  std::string request(StoreOperation operation, Clock::time_point until, Fill fill) {
-    const Turn turn(*this, until);
+  std::string request(StoreOperation operation, Clock::time_point until, Fill fill,
+                      const std::function<bool()>& over = nullptr) {
+    std::unique_lock lock(mutex_);
+    Reply reply;
+    const auto id = write(operation, fill);
+    replies_[id] = &reply;
+    const auto come = [&] { return reply.status.has_value(); };
+    try {
+      wait(lock, until, [&] { return come() || (over && over()); });
+    } catch (...) {
+      replies_.erase(id);
+      throw;
+    }
+    replies_.erase(id);
+    if (!come()) {
+      write(StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
+      throw StoreTimeout(detail::formatted("the store at {} does not answer in time", name_));
+    }
+    if (*reply.status == StoreStatus::done) return std::move(reply.result);
+    throw StoreRefusal(detail::formatted("the store at {} refuses: {}", name_, printable(reply.result)));
+  }
+
+  /// Sends a request that has no reply. Does not block. No-op if the connection is lost.
+  template <class Fill>
+  void post(StoreOperation operation, Fill fill) noexcept try {
+    const std::lock_guard lock(mutex_);
+    write(operation, fill);
+  } catch (const std::exception&) {  // lost, or there is no memory
+  }
+
+  /// Hands what the server pushes to `take`, on this thread, until `over` returns true (see wake) or at `until`. Throws
+  /// StoreLost.
+  void serve(const std::function<void(StorePush kind, FrameReader& content)>& take, Clock::time_point until,
+             const std::function<bool()>& over) {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wait(lock, until, [&] { return !pushes_.empty() || over(); });
+      if (pushes_.empty()) return;
+      const std::string payload = std::move(pushes_.front());
+      pushes_.pop_front();
+      lock.unlock();
+      FrameReader content(payload);
+      const auto kind = static_cast<StorePush>(content.byte());
+      take(kind, content);
+      lock.lock();
+    }
+  }
+
+  /// Makes each waiting thread call its `over`.
+  void wake() {
+    const std::uint64_t one = 1;
+    if (::write(wake_.get(), &one, sizeof one) < 0) {
+    }
+    const std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+
+ private:
+  struct Reply {
+    std::optional<StoreStatus> status;
+    std::string result;
+  };
+
+  // Writes a request, and sends as much as there is room for. Returns its id.
+  template <class Fill>
+  std::uint64_t write(StoreOperation operation, Fill fill) {
     if (!lost_.empty()) throw StoreLost(lost_);
     FrameWriter frame;
     const auto id = next_id_++;
@@ -93,58 +184,51 @@ class StoreConnection {
     if (frame.payload() > max_frame_bytes)
       throw StoreRefusal(detail::formatted("a message of {} bytes to the store is too large: {} are allowed",
                                            frame.payload(), max_frame_bytes));
-    if (out_.size() > max_frame_bytes) throw_late();  // requests abandoned before they were sent
-    out_ += frame.take();
-    for (;;) {
-      send_pending();
-      const short events = static_cast<short>(out_.empty() ? POLLIN : POLLIN | POLLOUT);
-      if (!poll_until(fd_.get(), events, until)) throw_late();
-      receive();
-      while (const auto payload = next_reply()) {
-        FrameReader reader(*payload);
-        if (reader.integer() != id) continue;
-        const auto status = static_cast<StoreStatus>(reader.byte());
-        std::string result(payload->substr(std::min<std::size_t>(payload->size(), 9)));
-        if (status == StoreStatus::done) return result;
-        throw StoreRefusal(detail::formatted("the store at {} refuses: {}", name_, printable(result)));
-      }
-    }
-  }
-
-  /// Sends a request without waiting for room or for its reply. Call it last: no other thread may use the
-  /// connection.
-  template <class Fill>
-  void send_last(StoreOperation operation, Fill fill) noexcept try {
-    if (!lost_.empty()) return;
-    FrameWriter frame;
-    frame.integer(next_id_++).byte(static_cast<std::uint8_t>(operation));
-    fill(frame);
+    if (out_.size() > max_frame_bytes)  // requests abandoned before they were sent
+      throw StoreTimeout(detail::formatted("the store at {} does not answer in time", name_));
     out_ += frame.take();
     send_pending();
-  } catch (const std::exception&) {  // the connection is lost, or there is no memory
+    return id;
   }
 
- private:
-  /// Exclusive use of the connection by one thread.
-  class Turn {
-   public:
-    Turn(StoreConnection& connection, Clock::time_point until) : connection_(connection) {
-      std::unique_lock lock(connection_.mutex_);
-      if (!connection_.freed_.wait_until(lock, until, [&] { return !connection_.busy_; }))
-        connection_.throw_late();
-      connection_.busy_ = true;
+  // Blocks until `done` returns true, at most until `until`. One of the waiting threads reads for all of them.
+  template <class Done>
+  void wait(std::unique_lock<std::mutex>& lock, Clock::time_point until, Done done) {
+    while (!done() && Clock::now() < until) {
+      if (!lost_.empty()) throw StoreLost(lost_);
+      if (reading_) {
+        changed_.wait_until(lock, until);
+        continue;
+      }
+      reading_ = true;
+      pollfd polled[] = {{fd_.get(), static_cast<short>(out_.empty() ? POLLIN : POLLIN | POLLOUT), 0},
+                         {wake_.get(), POLLIN, 0}};
+      // A thread that writes meanwhile may leave bytes for this one to send.
+      const auto left = std::min<Clock::duration>(until - Clock::now(), std::chrono::milliseconds(100));
+      lock.unlock();
+      const auto most = std::chrono::ceil<std::chrono::milliseconds>(left).count();
+      poll(polled, 2, std::max(0, static_cast<int>(most)));  // a negative one would have no end
+      std::uint64_t count = 0;
+      if ((polled[1].revents & POLLIN) && read(wake_.get(), &count, sizeof count) < 0) {
+      }
+      lock.lock();
+      reading_ = false;
+      changed_.notify_all();
+      send_pending();
+      const std::string end = receive();
+      while (const auto payload = next_reply()) {
+        FrameReader reader(*payload);
+        const auto id = reader.integer();
+        if (id == push_id) {
+          pushes_.emplace_back(payload->substr(8));
+        } else if (const auto found = replies_.find(id); found != replies_.end()) {
+          found->second->status = static_cast<StoreStatus>(reader.byte());
+          found->second->result = payload->substr(std::min<std::size_t>(payload->size(), 9));
+        }
+      }
+      if (!end.empty() && !done()) lose(end);
     }
-    ~Turn() {
-      const std::lock_guard lock(connection_.mutex_);
-      connection_.busy_ = false;
-      connection_.freed_.notify_one();
-    }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-   private:
-    StoreConnection& connection_;
-  };
+  }
 
   // Exchanges the hello. Returns an empty string if the server accepts this client, the reason if it closes
   // the connection or does not answer. Throws RendezvousError on a wrong secret or version.
@@ -210,20 +294,21 @@ class StoreConnection {
       else if (errno == EAGAIN || errno == EWOULDBLOCK)
         break;
       else if (errno != EINTR)
-        lose(std::strerror(errno));
+        sent = out_.size();  // what has been received comes before the end of the connection
     }
     out_.erase(0, sent);
   }
 
-  void receive() {
+  // Reads what there is. Returns why the connection has ended, empty if it has not.
+  std::string receive() {
     char buffer[1 << 16];
     for (;;) {
       const ssize_t length = recv(fd_.get(), buffer, sizeof buffer, MSG_DONTWAIT);
       if (length > 0) in_.append({buffer, static_cast<std::size_t>(length)});
-      if (length == 0) lose("its host has closed the connection");
+      if (length == 0) return "its host has closed the connection";
       if (length < 0 && errno == EINTR) continue;
-      if (length < 0 && errno != EAGAIN && errno != EWOULDBLOCK) lose(std::strerror(errno));
-      if (length < static_cast<ssize_t>(sizeof buffer)) return;
+      if (length < 0 && errno != EAGAIN && errno != EWOULDBLOCK) return std::strerror(errno);
+      if (length < static_cast<ssize_t>(sizeof buffer)) return {};
     }
   }
 
@@ -235,20 +320,22 @@ class StoreConnection {
 
   [[noreturn]] void lose(const std::string& reason) {
     lost_ = detail::formatted("the store at {} is gone: {}", name_, reason);
+    changed_.notify_all();
     throw StoreLost(lost_);
   }
-  [[noreturn]] void throw_late() const {
-    throw StoreTimeout(detail::formatted("the store at {} does not answer in time", name_));
-  }
-
   std::string name_;
   Descriptor fd_;
+  const Descriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   SocketAddress peer_, own_;
+  std::shared_ptr<void> hosted_;
+  const pid_t owner_ = getpid();
+  std::atomic<bool> bound_{false};  // to a rank
   std::mutex mutex_;
-  std::condition_variable freed_;
-  bool busy_ = false;
-  // Used by the thread that has the Turn:
+  std::condition_variable changed_;
+  bool reading_ = false;  // a thread waits for bytes
   std::uint64_t next_id_ = 0;
+  std::map<std::uint64_t, Reply*> replies_;  // that threads wait for
+  std::deque<std::string> pushes_;
   std::string out_;
   FrameBuffer in_;
   std::string lost_;

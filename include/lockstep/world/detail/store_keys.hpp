@@ -58,18 +58,6 @@ inline std::string local_zero_first(const std::string& first, std::int64_t call)
   return formatted("lockstep/first/{}/{}", first, call);
 }
 
-// StoreMailbox; the last three are inside `mailbox`.
-inline constexpr const char* mailbox = "lockstep/mailbox";
-inline constexpr const char* message_count = "count";
-inline std::string message(std::int64_t number) {
-  return formatted("message/{}", number);
-}
-inline std::string status(int rank) {
-  return formatted("status/{}", rank);
-}
-/// The message that wakes every rank to look at the rest of the store.
-inline constexpr const char* look_message = "look";
-
 // Communicators.
 /// The prefix of the names of communicators of a kind, such as "comm" or "nccl".
 inline std::string communicators(std::string_view kind) {

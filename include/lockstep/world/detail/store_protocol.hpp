@@ -15,12 +15,13 @@ namespace lockstep::detail {
 /// The wire format of lockstep's key-value store.
 ///
 /// A connection begins with a hello (`store_magic`, then the secret of the run). The server answers with
-/// `store_magic` and a StoreGreeting byte. Then the client sends requests. The server sends one reply to each
-/// request, or none if the next request has cancelled it. Each message is a frame: its length in 4 bytes,
-/// then its payload. A request is an id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a
-/// StoreStatus byte and a result. Integers are little-endian. A string is its length in 4 bytes and its
+/// `store_magic` and a StoreGreeting byte. Then the client sends requests. The server sends one reply to each, in any
+/// order, but none to a request without a result or one that the client has cancelled. A client that has subscribed is
+/// also sent what it has not asked for. Each message is a frame: its length in 4 bytes, then its payload. A request is an
+/// id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a StoreStatus byte and a result; what is pushed
+/// has `push_id`, a StorePush byte and a content. Integers are little-endian. A string is its length in 4 bytes and its
 /// bytes.
-inline constexpr std::string_view store_magic = "lockstep store 2\n";
+inline constexpr std::string_view store_magic = "lockstep store 3\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -45,7 +46,21 @@ enum class StoreOperation : std::uint8_t {
   erase,        ///< key -> whether it existed
   count,        ///< nothing -> number of keys
   append,       ///< key, value -> nothing
-  bind_rank     ///< rank, name of its process -> nothing; see StoreServer. An empty name undoes it.
+  bind_rank,    ///< rank, name of its process -> nothing; see StoreServer. An empty name undoes it.
+  missing,      ///< number of ranks -> how many of them have not signed in, and the first five
+  cancel,       ///< id of a request; no reply
+  subscribe,    ///< rank -> nothing; this connection is sent the events, past ones first; ~0 ends that
+  publish,      ///< event -> whether it is news: the first failure, or none
+  report,       ///< positions, then names of groups and the marks of their calls; no reply
+  ask,   ///< ranks -> of each the age of its last report in ms, and its positions; it is asked to report
+  calls  ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply
+};
+
+inline constexpr std::uint64_t push_id = ~std::uint64_t{0};
+enum class StorePush : std::uint8_t {
+  event,     ///< an Event
+  question,  ///< nothing: the rank reports
+  calls      ///< a group: the rank sends its last calls
 };
 
 /// Builds a frame.
@@ -115,6 +130,8 @@ class FrameReader {
     return result;
   }
 
+  [[nodiscard]] bool more() const { return good_ && !rest_.empty(); }
+  [[nodiscard]] std::string_view rest() const { return rest_; }
   /// Returns whether all reads were within the payload and consumed it completely.
   [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
 

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +27,10 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/call_history.hpp"
+#include "lockstep/world/detail/event_log.hpp"
+#include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
@@ -34,20 +39,23 @@ namespace lockstep::detail {
 
 /// The server of lockstep's key-value store: one thread that never blocks on a client.
 ///
-/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest
-/// such client if more than `max_strangers` are connected. It parks a request that waits for keys and answers
-/// it when the last key is set; the next request of that connection cancels it. No bytes from a client can
-/// end or stall the server: a malformed frame closes its connection.
+/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest such client
+/// if more than `max_strangers` are connected. It parks a request that waits for keys and answers it when the last key
+/// is set. No bytes from a client can end or stall the server: a malformed frame closes its connection.
 ///
-/// A connection may be bound to a rank. If it closes before the rank has made a communicator or has finished,
-/// the rank has ended while other ranks wait for it: the server publishes that as the run's failure, as
-/// record_failure does, unless a failure is published within `end_grace` by the rank itself or its launcher,
-/// which know the cause.
+/// It pushes the run's events (see Event) in one order to every connection that has subscribed, failures also later. It keeps the positions
+/// that ranks report, and compares the hashes of their collectives. Where two differ, it asks these ranks for their last
+/// calls, and publishes the first that differs as the run's failure.
+///
+/// A connection may be bound to a rank. If it closes before the rank has made a communicator or has finished, the rank
+/// has ended while other ranks wait for it: the server publishes that as the run's failure, unless a failure is
+/// published within `end_grace` by the rank itself or its launcher, which know the cause.
 class StoreServer {
  public:
   static constexpr std::chrono::milliseconds default_hello_timeout{10000};
   static constexpr std::chrono::milliseconds default_end_grace{1500};
   static constexpr std::size_t max_strangers = 256;
+  static constexpr std::size_t max_pushed_bytes = 16 << 20, max_report_bytes = 1 << 20, max_groups = 1 << 16;
 
   /// Serves on a socket that already listens. Accepts only clients that know `secret`. Throws Error if the
   /// system grants no descriptor or thread.
@@ -96,12 +104,11 @@ class StoreServer {
   using Clock = std::chrono::steady_clock;
   static constexpr std::uint64_t listener_id = 0, wake_id = 1;
 
-  /// A request that waits for keys. `key` is its first missing key.
+  /// A request of a connection that waits for keys.
   struct Parked {
-    std::uint64_t id = 0;
+    std::uint64_t connection = 0, id = 0;
     StoreOperation operation = StoreOperation::wait;
     std::vector<std::string> keys;
-    std::string key;
   };
 
   struct Connection {
@@ -113,15 +120,31 @@ class StoreServer {
     std::uint32_t interest = 0;
     bool greeted = false;
     bool closing = false;  // close once `out` is sent
-    std::optional<Parked> parked;
-    int rank = 0;         // of the process below
-    std::string process;  // the name of the process of the bound rank, or empty
+    int rank = 0;          // of the process below
+    std::string process;   // the name of the process of the bound rank, or empty
+    int subscribed = -1;   // the rank
+  };
+
+  /// The last report of a subscribed rank.
+  struct Report {
+    std::uint64_t connection = 0;
+    std::string positions = {};
+    Clock::time_point heard{};
+    bool asked = false;  // to report again
   };
 
   /// A bound connection that has closed.
   struct LostRank {
     int rank;
     std::string process;
+    Clock::time_point until;
+  };
+
+  /// Two ranks whose calls differ, and their last calls once they have sent them.
+  struct Dispute {
+    std::string group;
+    CallDifference found;
+    std::optional<std::vector<RecordedCall>> calls[2] = {};
     Clock::time_point until;
   };
 
@@ -148,6 +171,7 @@ class StoreServer {
         publish_end(lost_.front());
         lost_.pop_front();
       }
+      if (dispute_ && dispute_->until <= Clock::now()) settle();
       for (const auto number : dropped_) connections_.erase(number);
       dropped_.clear();
     }
@@ -161,9 +185,9 @@ class StoreServer {
   }
 
   [[nodiscard]] int time_to_next_deadline() const {
-    if (strangers_.empty() && lost_.empty()) return -1;
-    auto next = Clock::time_point::max();
-    if (!strangers_.empty()) next = strangers_.front().until;
+    if (strangers_.empty() && lost_.empty() && !dispute_) return -1;
+    auto next = dispute_ ? dispute_->until : Clock::time_point::max();
+    if (!strangers_.empty()) next = std::min(next, strangers_.front().until);
     if (!lost_.empty()) next = std::min(next, lost_.front().until);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
@@ -215,43 +239,91 @@ class StoreServer {
     if (found != connections_.end() && !found->second->greeted) drop(*found->second);
   }
 
+  void unsubscribe(Connection& connection) {
+    const auto found = reports_.find(std::exchange(connection.subscribed, -1));
+    if (found == reports_.end() || found->second.connection != connection.number) return;
+    if (dispute_ && (dispute_->found.one == found->first || dispute_->found.other == found->first)) settle();
+    reports_.erase(found);
+  }
+
   // Frees the connection at the end of the loop's turn: callers may still use it.
   void drop(Connection& connection) {
     if (!connection.fd.open()) return;
-    unpark(connection);
+    for (auto& [key, parked] : waiting_)
+      std::erase_if(parked, [&](const Parked& one) { return one.connection == connection.number; });
+    std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
+    unsubscribe(connection);
     connection.fd.close();
     dropped_.push_back(connection.number);
     const std::string finished = store_keys::finished(connection.rank);
     if (connection.process.empty() || values_.contains(finished)) return;
     const bool member = values_.contains(store_keys::communicates(connection.rank));
     const std::string key = member ? finished : store_keys::lost(connection.rank);
-    put(key, member ? "-1" : connection.process);
-    wake_waiting(key);
+    set(key, member ? "-1" : connection.process);
     if (!member) lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
   }
 
   // Publishes the end of a rank as the run's failure, also to ranks that wait for the rendezvous.
   void publish_end(const LostRank& lost) {
     const auto outcome = values_.find(store_keys::outcome);
-    const bool undecided = outcome == values_.end();
-    if ((!undecided && outcome->second != "complete") || values_.contains(store_keys::finished(lost.rank)) ||
+    const bool told = outcome != values_.end() && Outcome::decode(outcome->second).kind != Outcome::complete;
+    if (told || values_.contains(store_keys::finished(lost.rank)) ||
         values_.contains(store_keys::communicates(lost.rank)) || values_.contains(store_keys::failure))
       return;
-    put(store_keys::failure,
-        detail::formatted("rank {}: has ended before its first communicator ({}): it was killed, or its "
-                          "connection broke; look at its output, and start all ranks again",
-                          lost.rank, lost.process));
-    put(store_keys::failures_of_this_text, "1");
-    if (undecided) put(store_keys::outcome, "failed");
-    const auto in_mailbox = [](const std::string& key) {
-      return detail::formatted("{}/{}", store_keys::mailbox, key);
-    };
-    const auto count = in_mailbox(store_keys::message_count);
-    const auto message = in_mailbox(store_keys::message(increase(count, 1).value_or(0)));
-    put(message, store_keys::look_message);
-    for (const std::string& key :
-         {std::string(store_keys::failure), std::string(store_keys::outcome), count, message})
-      wake_waiting(key);
+    publish({.kind = Event::failed,
+             .failure = {
+                 .kind = FailureKind::died,
+                 .rank = lost.rank,
+                 .message = formatted("has ended before its first communicator ({}): it was killed, or its "
+                                      "connection broke; look at its output, and start all ranks again",
+                                      lost.process)}});
+  }
+
+  // Adds an event to the log and pushes it to the subscribers. Returns whether it is news: of failures, the first one,
+  // and once another with its message. Ranks that wait for the rendezvous learn of the first.
+  bool publish(const Event& event) {
+    if (event.kind == Event::failed) {
+      if (const auto known = values_.find(store_keys::failure); known != values_.end())
+        return decode_failure(known->second).message == event.failure.message &&
+               !std::exchange(repeated_, true);
+      set(store_keys::failure, encode(event.failure));
+      if (!values_.contains(store_keys::outcome))
+        set(store_keys::outcome, Outcome{.kind = Outcome::failed}.encode());
+    }
+    const std::string bytes = event.encode();
+    if (event.kind == Event::failed) log_.push_back(bytes);
+    for (const auto& [number, connection] : connections_)
+      if (connection->subscribed >= 0) push(*connection, StorePush::event, bytes);
+    return true;
+  }
+  void set(const std::string& key, std::string value) {
+    put(key, std::move(value));
+    wake_waiting(key);
+  }
+
+  // Asks two ranks whose calls differ for their last calls, if both are there to tell them.
+  void contest(const std::string& group, const std::optional<CallDifference>& found) {
+    if (!found || dispute_ || values_.contains(store_keys::failure)) return;
+    dispute_ = {.group = group, .found = *found, .until = Clock::now() + std::chrono::seconds(1)};
+    const auto one = reports_.find(found->one), other = reports_.find(found->other);
+    if (one == reports_.end() || other == reports_.end()) return settle();
+    for (const auto number : {one->second.connection, other->second.connection})
+      if (const auto to = connections_.find(number); to != connections_.end())
+        push(*to->second, StorePush::calls, FrameWriter().text(group).take().substr(4));
+  }
+  void settle() {
+    const Dispute dispute = *std::exchange(dispute_, std::nullopt);
+    const auto calls = [&](int rank) { return dispute.calls[rank].value_or(std::vector<RecordedCall>()); };
+    publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls(0), calls(1))});
+  }
+
+  void push(Connection& connection, StorePush kind, std::string_view content) {
+    if (!connection.fd.open()) return;
+    if (connection.out.size() - connection.sent > max_frame_bytes + max_pushed_bytes)
+      return drop(connection);  // it does not read
+    send(connection,
+         FrameWriter().integer(push_id).byte(static_cast<std::uint8_t>(kind)).raw(content).take());
+    update_interest(connection);
   }
 
   void serve(Connection& connection, std::uint32_t events) {
@@ -328,7 +400,6 @@ class StoreServer {
     FrameReader reader(payload);
     const auto id = reader.integer();
     const auto operation = static_cast<StoreOperation>(reader.byte());
-    unpark(connection);
     switch (operation) {
       case StoreOperation::set: {
         auto keys = reader.texts(), values = reader.texts();
@@ -346,7 +417,7 @@ class StoreServer {
       }
       case StoreOperation::get:
       case StoreOperation::wait: {
-        Parked request{id, operation, reader.texts(), {}};
+        Parked request{connection.number, id, operation, reader.texts()};
         if (!reader.whole()) return drop(connection);
         return answer_or_park(connection, std::move(request));
       }
@@ -401,6 +472,98 @@ class StoreServer {
         connection.rank = static_cast<int>(rank);
         connection.process = process;
         return reply(connection, id);
+      }
+      case StoreOperation::missing: {
+        const std::uint64_t size = std::min<std::uint64_t>(reader.integer(), 1 << 20);
+        std::vector<std::uint64_t> missing;
+        for (std::uint64_t rank = 0; rank < size; ++rank)
+          if (!values_.contains(store_keys::rank(static_cast<int>(rank)))) missing.push_back(rank);
+        return reply(connection, id, [&](FrameWriter& out) {
+          out.integer(missing.size());
+          for (std::size_t i = 0; i < std::min<std::size_t>(5, missing.size()); ++i) out.integer(missing[i]);
+        });
+      }
+      case StoreOperation::cancel: {
+        const auto cancelled = reader.integer();
+        if (!reader.whole()) return drop(connection);
+        for (auto& [key, parked] : waiting_)
+          std::erase_if(parked, [&](const Parked& one) {
+            return one.connection == connection.number && one.id == cancelled;
+          });
+        std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
+        return;
+      }
+      case StoreOperation::subscribe: {
+        const auto rank = reader.integer();
+        if (!reader.whole()) return drop(connection);
+        unsubscribe(connection);
+        reply(connection, id);
+        if (rank > std::numeric_limits<int>::max()) return;
+        connection.subscribed = static_cast<int>(rank);
+        reports_[connection.subscribed] = {.connection = connection.number};
+        for (const std::string& event : log_) push(connection, StorePush::event, event);
+        return;
+      }
+      case StoreOperation::publish: {
+        const Event event = Event::decode(reader.text());
+        if (!reader.whole()) return drop(connection);
+        const auto group = comparisons_.find(event.group);
+        if (event.kind == Event::departed && group != comparisons_.end()) {
+          const auto left = group->second.leave(event.rank, event.position);
+          if (left)
+            publish({.kind = Event::failed,
+                     .failure = left_unequally(event.rank, event.position, left->first, left->second)});
+          if (group->second.all_left()) comparisons_.erase(group);
+        }
+        const bool news = publish(event);
+        return reply(connection, id, [&](FrameWriter& out) { out.byte(news ? 1 : 0); });
+      }
+      case StoreOperation::ask: {
+        FrameWriter out;
+        out.integer(id).byte(static_cast<std::uint8_t>(StoreStatus::done));
+        while (reader.more()) {
+          const auto found = reports_.find(static_cast<int>(reader.integer()));
+          if (found == reports_.end()) {
+            out.integer(~std::uint64_t{0}).text("");
+            continue;
+          }
+          Report& known = found->second;
+          const auto age = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - known.heard);
+          out.integer(static_cast<std::uint64_t>(age.count())).text(known.positions);
+          if (out.payload() > max_frame_bytes) return drop(connection);
+          const auto to = connections_.find(known.connection);
+          if (!std::exchange(known.asked, true) && to != connections_.end())
+            push(*to->second, StorePush::question, {});
+        }
+        return send(connection, out.take());
+      }
+      case StoreOperation::report: {
+        if (connection.subscribed < 0) return;
+        Report& known = reports_[connection.subscribed];
+        known = {connection.number, std::string(reader.text()), Clock::now()};
+        if (known.positions.size() > max_report_bytes) return drop(connection);
+        while (reader.more()) {
+          const std::string group(reader.text());
+          const std::uint64_t size = reader.integer();
+          FrameReader marks(reader.text());
+          if (!comparisons_.contains(group) && comparisons_.size() >= max_groups) continue;
+          CallComparison& comparison = comparisons_.try_emplace(group, size).first->second;
+          while (marks.more()) {
+            const std::uint64_t sequence = marks.integer();
+            contest(group, comparison.report(connection.subscribed, sequence, marks.integer()));
+          }
+        }
+        return;
+      }
+      case StoreOperation::calls: {
+        const std::string group(reader.text());
+        auto calls = RecordedCall::decode(reader.text());
+        if (!reader.whole()) return drop(connection);
+        if (!dispute_ || dispute_->group != group) return;
+        if (connection.subscribed == dispute_->found.one) dispute_->calls[0] = std::move(calls);
+        if (connection.subscribed == dispute_->found.other) dispute_->calls[1] = std::move(calls);
+        if (dispute_->calls[0] && dispute_->calls[1]) settle();
+        return;
       }
     }
     drop(connection);
@@ -477,9 +640,7 @@ class StoreServer {
   void answer_or_park(Connection& connection, Parked request) {
     for (const std::string& key : request.keys)
       if (!values_.contains(key)) {
-        request.key = key;
-        waiting_[key].push_back(connection.number);
-        connection.parked = std::move(request);
+        waiting_[key].push_back(std::move(request));
         return;
       }
     if (request.operation == StoreOperation::wait) return reply(connection, request.id);
@@ -492,23 +653,12 @@ class StoreServer {
     });
   }
 
-  void unpark(Connection& connection) {
-    if (!connection.parked) return;
-    const auto found = waiting_.find(connection.parked->key);
-    connection.parked.reset();
-    if (found == waiting_.end()) return;
-    std::erase(found->second, connection.number);
-    if (found->second.empty()) waiting_.erase(found);
-  }
-
   void wake_waiting(const std::string& key) {
-    const auto waiting = waiting_.extract(key);
+    auto waiting = waiting_.extract(key);
     if (waiting.empty()) return;
-    for (const auto number : waiting.mapped()) {
-      const auto found = connections_.find(number);
-      if (found == connections_.end() || !found->second->parked) continue;
-      auto request = std::move(*found->second->parked);
-      found->second->parked.reset();
+    for (Parked& request : waiting.mapped()) {
+      const auto found = connections_.find(request.connection);
+      if (found == connections_.end()) continue;
       answer_or_park(*found->second, std::move(request));
       update_interest(*found->second);
     }
@@ -572,7 +722,12 @@ class StoreServer {
   std::uint64_t next_number_ = 2;
   std::unordered_map<std::string, std::string> values_;
   std::size_t bytes_ = 0;
-  std::unordered_map<std::string, std::vector<std::uint64_t>> waiting_;  // connections parked on a key
+  std::unordered_map<std::string, std::vector<Parked>> waiting_;  // by their first missing key
+  std::vector<std::string> log_;                                  // the failures, for who subscribes later
+  bool repeated_ = false;          // a second failure with the message of the first was published
+  std::map<int, Report> reports_;  // of the subscribed ranks
+  std::unordered_map<std::string, CallComparison> comparisons_;  // by group
+  std::optional<Dispute> dispute_;
   std::thread thread_;
   const pid_t owner_ = getpid();
 };

@@ -26,9 +26,10 @@
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/handled_signals.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
-#include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
@@ -121,19 +122,10 @@ class SubreaperScope {
   int before_ = 0;
 };
 
-/// The first failure among the processes of this host.
-struct RankFailure {
-  std::string text;  ///< one sentence that names the rank
-  int code;          ///< the launching process's exit code
-  FailureKind kind;
-  int rank;   ///< the rank that failed
-  pid_t pid;  ///< its process
-};
-
 /// A process that failed, with its own report or one derived from its exit status.
 struct Suspect {
   std::size_t child = 0;
-  FailureReport report;
+  Failure failure;
   bool killed = false;  ///< by an external SIGKILL, which is never a consequence
 };
 
@@ -144,20 +136,17 @@ inline std::string signal_name(int number) {
 
 /// Returns the Suspect of a process that ended with `status` and without a report.
 inline Suspect suspect_by_status(std::size_t child, int status) {
-  Suspect suspect;
-  suspect.child = child;
-  suspect.report.when = monotonic_nanoseconds();
+  const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+  Failure failure{.kind = FailureKind::died, .time = monotonic_nanoseconds()};
   if (WIFSIGNALED(status)) {
-    const int number = WTERMSIG(status);
-    suspect.killed = number == SIGKILL;
-    suspect.report.code = 128 + number;
-    suspect.report.text = detail::formatted("died ({}{})", signal_name(number),
-                                            suspect.killed ? ", perhaps for lack of memory" : "");
+    failure.code = 128 + WTERMSIG(status);
+    failure.message =
+        formatted("died ({}{})", signal_name(WTERMSIG(status)), killed ? ", perhaps for lack of memory" : "");
   } else {
-    suspect.report.code = WEXITSTATUS(status);
-    suspect.report.text = detail::formatted("ended with exit code {}", WEXITSTATUS(status));
+    failure.code = WEXITSTATUS(status);
+    failure.message = formatted("ended with exit code {}", WEXITSTATUS(status));
   }
-  return suspect;
+  return {child, std::move(failure), killed};
 }
 
 /// Decides which of several failures was the first. A rank that dies makes other ranks fail, and their
@@ -181,13 +170,13 @@ class FirstFailure {
   [[nodiscard]] std::optional<Suspect> first(bool last, Clock::time_point now = Clock::now()) const {
     if (suspects_.empty()) return std::nullopt;
     const auto place = [](const Suspect& suspect) {
-      const int order = suspect.killed ? 0 : suspect.report.kind == FailureKind::peer ? 2 : 1;
-      return std::pair(order, suspect.report.when);
+      const int order = suspect.killed ? 0 : suspect.failure.kind == FailureKind::consequence ? 2 : 1;
+      return std::pair(order, suspect.failure.time);
     };
     const auto& earliest =
         *std::min_element(suspects_.begin(), suspects_.end(),
                           [&](const auto& a, const auto& b) { return place(a) < place(b); });
-    const auto wait = earliest.report.kind == FailureKind::peer ? cause_delay_ : settling;
+    const auto wait = earliest.failure.kind == FailureKind::consequence ? cause_delay_ : settling;
     if (!earliest.killed && !last && now - since_ < wait) return std::nullopt;
     return earliest;
   }
@@ -201,33 +190,20 @@ class FirstFailure {
   Clock::time_point since_;
 };
 
-/// Returns whether a report is the timeout of a rendezvous that waited for one rank: its text begins with it.
-inline bool names_missing(const FailureReport& report) {
-  return report.kind == FailureKind::error &&
-         (report.text.find(" did not join within ") != std::string::npos ||
-          report.text.find(" has not come to make the communicator ") != std::string::npos);
+/// Returns the failure that a launcher reports, given the ranks that had ended before with exit code 0: one of them is
+/// the cause if `failure` blames it or waited for it alone. Removes it from `gone`.
+inline Failure judged(Failure failure, std::vector<int>& gone) {
+  const bool blames = failure.kind == FailureKind::consequence || failure.kind == FailureKind::timed_out;
+  if (!blames || std::erase(gone, failure.cause) == 0) return failure;
+  Failure left =
+      consequence_of(ended_early(failure.cause, failure.rank, failure.call), failure.rank, failure.call);
+  left.pid = failure.pid;
+  left.code = failure.code;
+  left.time = failure.time;
+  return left;
 }
 
-/// Describes a failure in a sentence. `gone` lists the ranks that had ended earlier with exit code 0: they
-/// may still be the cause, and are if `report` names one of them as its cause or as missing.
-inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
-  const bool missing = names_missing(report);
-  const auto cause = missing || report.kind == FailureKind::peer ? cause_of(report.text) : -1;
-  if (std::erase(gone, cause) > 0) {
-    if (missing) report.text = waiting_text(rank, "the rendezvous");
-    report.text = early_end_text(cause, report.text);
-    report.kind = FailureKind::peer;
-  }
-  auto text = headline(report, detail::formatted("rank {} (pid {})", rank, pid));
-  if (!gone.empty() && report.kind != FailureKind::usage) {
-    text += gone.size() > 1 ? "; ranks " : "; rank ";
-    text += joined(gone, ", ", ", ", 4) + " had ended by then, with exit code 0";
-  }
-  return {text, report.code, report.kind, rank, pid};
-}
-
-/// A process to start: its rank for messages, and the changes to its environment ("NAME=value" sets, "NAME"
-/// removes).
+/// A process to start: its rank for messages, and the changes to its environment ("NAME=value" sets, "NAME" removes).
 struct Job {
   int rank = 0;
   std::vector<std::string> environment;
@@ -249,8 +225,9 @@ struct SupervisorOptions {
   std::function<void()> started = [] {};
   /// Whether to write the first failure to stderr, before any later output.
   bool announce = true;
-  /// Called once, when the first failure is known or when a rank has ended by a forwarded signal.
-  std::function<void(const RankFailure&)> failed = [](const RankFailure&) {};
+  /// Called once, when the first failure is known or when a rank has ended by a forwarded signal. Its message is that of
+  /// the rank.
+  std::function<void(const Failure&)> failed = [](const Failure&) {};
   /// Called for each rank that ends with exit code 0 while no failure is known. Must not throw.
   std::function<void(int rank)> ended_well = [](int) {};
 };
@@ -448,9 +425,11 @@ class Supervisor {
       const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
       if (ending() && WIFSIGNALED(child.status) && WTERMSIG(child.status) == interrupted_ && !decided_ &&
           !std::exchange(interruption_told_, true))
-        options_.failed({detail::formatted("rank {} (pid {}) ended by {}", child.rank, child.pid,
-                                           signal_name(interrupted_)),
-                         128 + interrupted_, FailureKind::error, child.rank, child.pid});
+        options_.failed({.kind = FailureKind::died,
+                         .rank = child.rank,
+                         .pid = child.pid,
+                         .code = 128 + interrupted_,
+                         .message = "ended by " + signal_name(interrupted_)});
       if (child.status == 0 && !child.reported && !decided_) options_.ended_well(child.rank);
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
@@ -473,9 +452,9 @@ class Supervisor {
       child.report.close();
     if (child.report_bytes.empty() || child.reported) return;
     child.reported = true;
-    const auto report = decode(child.report_bytes);
+    Failure failure = decode_failure(child.report_bytes);
     // Ranks that end by a forwarded signal make other ranks fail, which is expected.
-    if (!ending() || report.kind != FailureKind::peer) first_failure_.add({i, report});
+    if (!ending() || failure.kind != FailureKind::consequence) first_failure_.add({i, std::move(failure)});
   }
 
   void read_all() {
@@ -519,17 +498,21 @@ class Supervisor {
     const auto first = first_failure_.first(alive() == 0);
     if (!first) return;
     decided_ = true;
-    const int cause = first->report.kind == FailureKind::peer ? cause_of(first->report.text) : -1;
+    Failure failure = first->failure;
+    const bool departed =
+        failure.kind == FailureKind::consequence && failure.cause_kind == FailureKind::left_early;
     std::vector<int> gone;
     for (const auto& child : children_)
       if (child.ended && child.status == 0 &&
-          (child.ended_at < first->report.when ||
-           (child.rank == cause && names_departure(first->report.text, cause))))  // it left before it ended
+          (child.ended_at < failure.time ||
+           (departed && child.rank == failure.cause)))  // it left before it ended
         gone.push_back(child.rank);
     auto& culprit = children_[first->child];
-    failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
+    failure.rank = culprit.rank;
+    failure.pid = culprit.pid;
+    failure_ = judged(std::move(failure), gone);
     read_remaining(culprit, first->child);  // the rank's own last output comes before the error
-    if (options_.announce) output_.put(2, detail::formatted("error: {}\n", failure_->text));
+    if (options_.announce) output_.put(2, detail::formatted("error: {}\n", headline(*failure_, gone)));
     output_.flush();
     order_end(SIGTERM);
     ended_since_ = Clock::now();
@@ -570,7 +553,7 @@ class Supervisor {
   std::vector<Child> children_;
   FirstFailure first_failure_;
   std::optional<Clock::time_point> first_end_, ended_since_;
-  std::optional<RankFailure> failure_;
+  std::optional<Failure> failure_;
   bool decided_ = false;
   std::optional<Clock::time_point> told_;   // when a signal was forwarded that asks the ranks to end
   std::optional<Clock::time_point> noted_;  // when a signal was forwarded that leaves it to them

@@ -34,7 +34,8 @@
 #include "lockstep/files.hpp"
 #include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/child.hpp"
-#include "lockstep/world/detail/report.hpp"
+#include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -42,13 +43,10 @@ namespace lockstep::detail {
 /// Functions that the end of a failing process needs from the parts that reach the other ranks.
 struct FailureHooks {
   /// Publishes the failure to all ranks. Returns whether it is the first. May block: callers set a timeout.
-  std::function<bool(const std::string& text)> publish;
-  /// Returns the exit code that an ended rank has published, std::nullopt if none. May block.
-  std::function<std::optional<int>(int rank)> end_of;
+  std::function<bool(const Failure& failure)> publish;
   /// Publishes that this process exits. May block.
   std::function<void(int code)> exits;
-  /// Returns a text that names the different public calls which two ranks are in, empty if they are in the
-  /// same. May block.
+  /// Returns the text about ranks that have made different calls, empty if they have not. May block.
   std::function<std::string()> different_calls;
   /// Refuses the rendezvous at which other ranks wait for this process. Called once the process has printed
   /// `text`, the error of its variables. May block.
@@ -90,8 +88,7 @@ inline int exit_status(int code) {
   return code != 0 && (code & 0xff) == 0 ? 1 : code;
 }
 
-/// The signal that is ending this process, 0 if there is none, and the state of its handler. See
-/// announce_signals.
+/// The signal that is ending this process, 0 if there is none, and the state of its handler. See announce_signals.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::int64_t> ending_since{0};  // monotonic_nanoseconds
 LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> announcing_process{0};
@@ -110,41 +107,38 @@ LOCKSTEP_PROCESS_WIDE inline sem_t signal_came;
 
 /// Reports a failure to the supervisor, the store, the user and torchrun. Sets `said` once the supervisor or
 /// the user has it. Throws std::system_error if no thread can be started that writes the line for the user.
-inline void tell_failure(FailureReport& report, bool& said) {
+inline void tell_failure(Failure& failure, bool& said) {
   const int rank = process_rank.load();
   const std::time_t when = std::time(nullptr);
-  const bool consequence = report.kind == FailureKind::peer;
-  bool first = true, departure = false;
-  if (consequence && failure_hooks.end_of) {
-    const auto early = std::make_shared<std::atomic<bool>>(false);
-    const int cause = cause_of(report.text);
-    at_most(std::chrono::milliseconds(500), [early, cause] { *early = failure_hooks.end_of(cause) == 0; });
-    departure = names_departure(report.text, cause);
-    if (*early) report.text = early_end_text(cause, report.text);
-  }
+  const bool consequence = failure.kind == FailureKind::consequence;
+  bool first = true;
   if (report_descriptor() >= 0) {
     at_most(std::chrono::milliseconds(500), [] {
       std::cout.flush();
       std::fflush(nullptr);
     });
-    const auto bytes = encode(report).substr(0, 60000);
+    const auto bytes = encode(failure).substr(0, 60000);
     said = write(report_descriptor(), bytes.data(), bytes.size()) > 0;
   }
   // A rank that has left does not know of the ranks that wait for it: this rank publishes its failure.
+  const bool departure = consequence && failure.cause_kind == FailureKind::left_early;
   if ((!consequence || departure) && failure_hooks.publish) {
     const auto told = std::make_shared<std::atomic<bool>>(true);
-    const int culprit = departure ? cause_of(report.text) : rank;
-    const std::string own = departure ? detail::formatted("rank {} ", culprit) : std::string();
-    const auto text = detail::formatted("rank {}: {}", culprit, report.text.substr(own.size()));
-    at_most(std::chrono::milliseconds(1500), [told, text] { *told = failure_hooks.publish(text); });
+    Failure published = failure;
+    if (departure) {
+      published.kind = FailureKind::left_early;
+      published.rank = failure.cause;
+    }
+    at_most(std::chrono::milliseconds(1500),
+            [told, published = std::move(published)] { *told = failure_hooks.publish(published); });
     first = *told;
   }
   if (report_descriptor() >= 0) return;
   // The sender of the signal knows that it ends the other ranks as well.
   if (const int number = ending_signal; consequence && number != 0) end_by_signal(number);
-  const bool said_already = !first && report.kind == FailureKind::usage;
+  const bool said_already = !first && failure.kind == FailureKind::usage;
   const auto text = detail::formatted(
-      "error: {}\n", rank < 0 ? report.text : headline(report, detail::formatted("rank {}", rank)));
+      "error: {}\n", rank < 0 ? failure.message : headline(failure, detail::formatted("rank {}", rank)));
   // Long enough for a thread to start on a host under load: without this line nobody knows what was wrong.
   const LeavableThread writer([text, said_already] {
     std::cout.flush();
@@ -155,31 +149,33 @@ inline void tell_failure(FailureReport& report, bool& said) {
   said = writer.ends_within(std::chrono::milliseconds(3000)) || !writer.cancel();
   if (!said) return;
   if (const auto& refuse = failure_hooks.cannot_join)
-    at_most(std::chrono::seconds(3), [refuse, text = report.text] { refuse(text); });
+    at_most(std::chrono::seconds(3), [refuse, text = failure.message] { refuse(text); });
   // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
-  // The launcher takes the earliest time stamp for the cause: a consequence must be at least a second later.
-  if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
-  if (const auto path = process_variable("TORCHELASTIC_ERROR_FILE"))
-    write_elastic_error_file(*path, report.type.empty() ? report.text : report.type + ": " + report.text,
+  const auto path = process_variable("TORCHELASTIC_ERROR_FILE");
+  // torchrun takes the earliest time stamp for the cause. Rank 0 may host the store, by which others learn the cause.
+  if (consequence && (rank == 0 || path)) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  if (path)
+    write_elastic_error_file(*path,
+                             failure.type.empty() ? failure.message : failure.type + ": " + failure.message,
                              consequence ? std::time(nullptr) : when);
 }
 
 /// Ends this process immediately, and with it the run: reports to the supervisor and the store, flushes, and
 /// exits without running destructors. Only the first thread to call it reports.
-LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report) noexcept {
+LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(Failure failure) noexcept {
   static std::atomic_flag begun;
   static std::atomic<std::thread::id> teller;
   if (begun.test_and_set()) {
     // A second exception, such as out of memory, returns here through std::terminate.
-    if (teller.load() == std::this_thread::get_id()) _exit(report.code);
+    if (teller.load() == std::this_thread::get_id()) _exit(failure.code);
     while (true) pause();
   }
   teller = std::this_thread::get_id();
   bool said = false;
   try {
-    tell_failure(report, said);
+    tell_failure(failure, said);
   } catch (...) {  // no memory or no thread: the code below needs neither
   }
   if (!said) {
@@ -187,12 +183,12 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
     const auto piece = [](std::string_view text) {
       return iovec{const_cast<char*>(text.data()), text.size()};
     };
-    const iovec pieces[] = {piece(supervisor >= 0 ? "error\n0\n1\n" : "error: "), piece(report.text),
+    const iovec pieces[] = {piece(supervisor >= 0 ? "" : "error: "), piece(failure.message),
                             piece(supervisor >= 0 ? "" : "\n")};
     if (writev(supervisor >= 0 ? supervisor : 2, pieces, 3) < 0) {
     }
   }
-  _exit(report.code);
+  _exit(failure.code);
 }
 
 extern "C" inline void lockstep_note_ending_signal(int number) {
@@ -226,8 +222,10 @@ inline void announce_signals(const std::string& where) {
       const int number = ending_signal;
       at_most(std::chrono::seconds(5), [publish = failure_hooks.publish, where, number] {
         if (publish)
-          publish(detail::formatted("rank {}: ended by SIG{} on {}", process_rank.load(),
-                                    sigabbrev_np(number), where));
+          publish({.kind = FailureKind::died,
+                   .rank = process_rank.load(),
+                   .code = 128 + number,
+                   .message = formatted("ended by SIG{} on {}", sigabbrev_np(number), where)});
       });
       end_by_signal(number);
     }).detach();
@@ -259,14 +257,14 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
 }
 
 /// Replaces the text of an exception that Gloo throws on a thread of its own, when it receives data of
-/// another size than it expects, by the different calls of the ranks if they are in different ones.
-inline void name_calls(FailureReport& report) noexcept try {
-  if (report.text.find("op.preamble") == std::string::npos || !failure_hooks.different_calls) return;
+/// another size than it expects, by the different calls of the ranks.
+inline void name_calls(Failure& failure) noexcept try {
+  if (classify(failure.message).kind != ForeignError::other_sizes || !failure_hooks.different_calls) return;
   const auto calls = std::make_shared<std::string>();
   const LeavableThread asking([calls] { *calls = failure_hooks.different_calls(); });
   if (!asking.ends_within(std::chrono::seconds(3))) return;
   asking.rethrow();
-  if (!calls->empty()) report.text = *calls;
+  if (!calls->empty()) failure.message = *calls;
 } catch (...) {  // the exception's own text stays
 }
 
@@ -282,14 +280,14 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
     static const pid_t owner = getpid();
     std::set_terminate([] {
       if (getpid() != owner) previous();  // a forked child
-      FailureReport report;
+      Failure failure;
       try {
-        report = describe(std::current_exception());
+        failure = failure_of(std::current_exception());
       } catch (...) {
-        report.text = "out of memory";  // short enough to need no allocation
+        failure.message = "out of memory";  // short enough to need no allocation
       }
-      name_calls(report);
-      fail_process(std::move(report));
+      name_calls(failure);
+      fail_process(std::move(failure));
     });
   });
 }
@@ -304,10 +302,9 @@ inline bool taken_over_by_init() {
          command.find("torchrun") == std::string::npos;
 }
 
-/// Ends a worker of torchrun together with the agent that started it: a killed agent (SIGKILL, out of memory)
-/// would otherwise leave it training as an orphan. No-op in any other process, including those that a worker
-/// or a wrapper script starts: of these only the worker itself leads a session. The calling thread must live
-/// as long as the worker.
+/// Ends a worker of torchrun together with the agent that started it: a killed agent (SIGKILL, out of memory) would
+/// otherwise leave it training as an orphan. No-op in any other process, including those that a worker or a wrapper
+/// script starts: of these only the worker itself leads a session. The calling thread must live as long as the worker.
 inline void end_with_agent() {
   if (!process_variable("TORCHELASTIC_RUN_ID") || getsid(0) != getpid()) return;
   if (!die_with_parent(getppid()) || taken_over_by_init()) raise(SIGKILL);

@@ -21,7 +21,6 @@
 #include "lockstep/world/detail/run_summary.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
-#include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
@@ -193,6 +192,10 @@ LOCKSTEP_INLINE detail::StorePtr World::connect_again(std::chrono::milliseconds 
   return rendezvous().again(timeout);
 }
 
+LOCKSTEP_INLINE std::shared_ptr<detail::StoreConnection> World::connection() const {
+  return rendezvous().connection;
+}
+
 LOCKSTEP_INLINE bool World::hosts_store() const {
   return rendezvous().hosted_here;
 }
@@ -213,30 +216,32 @@ LOCKSTEP_INLINE void World::leave(int code) const {
       return;
     }
   }
+  std::optional<Failure> mismatch;
   try {
     auto side = connect_again(std::chrono::seconds(2));
     side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
     state_->left = true;
-    if (code != 0) return;
-    if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty()) {
-      // The last rank removes the file: it would refuse the next run.
-      for (int other = 0; other < size(); ++other)
-        if (!side->check({detail::store_keys::finished(other)})) return;
+    if (code != 0 || !hosts_store()) return;
+    if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty())
       unlink(path.c_str());
-      return;
-    }
-    if (hosts_store()) detail::outlive_ranks(*side, size(), true);
+    detail::outlive_ranks(*side, size(), true);
+    mismatch = detail::published_failure(*side);
   } catch (const std::exception&) {  // the store has ended, and the other ranks with it
   }
+  if (mismatch && mismatch->kind == FailureKind::mismatch) throw MismatchError(std::move(*mismatch));
 }
 
 LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
   if (code == 0 || state_->communicates || state_->left || detail::report_descriptor() >= 0) return;
-  detail::at_most(std::chrono::milliseconds(1500),
-                  [world = *this, text = detail::formatted("rank {}: ended with exit code {} on {}", rank(),
-                                                           code, detail::host_name())] {
-                    static_cast<void>(world.publish_to_waiting(text));
-                  });
+  detail::at_most(
+      std::chrono::milliseconds(1500),
+      [world = *this, failure = Failure{.kind = FailureKind::died,
+                                        .rank = rank(),
+                                        .code = code,
+                                        .message = detail::formatted("ended with exit code {} on {}", code,
+                                                                     detail::host_name())}] {
+        static_cast<void>(world.publish_to_waiting(failure));
+      });
 }
 
 LOCKSTEP_INLINE bool World::begin_communicating() const {
@@ -310,9 +315,8 @@ LOCKSTEP_INLINE void World::await_all() const {
       notify(who);
     };
     const char* call = detail::served_call.name;
-    detail::await_ranks(
-        *side, size(), begin + timeout, timeout, joined.doubt, waiting,
-        detail::waiting_text(rank(), call ? detail::served_text(call, "rendezvous") : "the rendezvous"));
+    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, waiting, rank(),
+                        {.operation = detail::rendezvous, .served = call ? call : ""});
     detail::at_store("the rendezvous failed", [&] {
       place_ranks(*side, joined);
       announce_run(*side);
@@ -324,7 +328,7 @@ LOCKSTEP_INLINE void World::await_all() const {
 LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const {
   State& state = *state_;
   state.single_host = !side.check({detail::store_keys::several_hosts});
-  if (!joined.guessed) state.address = joined.address;
+  state.address = joined.address;
   const bool numbered = state.environment.launched;
   if (numbered && (state.single_host || !state.address.empty())) return;
   const auto ranks = detail::identities(side, size());
@@ -360,7 +364,7 @@ LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
   return state_->local;
 }
 
-LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
+LOCKSTEP_INLINE bool World::publish_to_waiting(const Failure& failure) const {
   if (getpid() != state_->owner) return true;
   bool joined = true;
   {
@@ -373,7 +377,8 @@ LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
       joined = false;
     }
   }
-  const bool first = detail::publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
+  const bool first = detail::publish(*connect_again(std::chrono::seconds(1)),
+                                     {.kind = detail::Event::failed, .failure = failure});
   // The store ends with this process: give the other ranks time to read the failure.
   if (hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
   return first || !joined;
@@ -381,8 +386,8 @@ LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
 
 LOCKSTEP_INLINE void World::announce_failures() const {
   detail::quiet_library_log();
-  detail::failure_hooks.publish = [world = *this](const std::string& text) {
-    return world.publish_to_waiting(text);
+  detail::failure_hooks.publish = [world = *this](const Failure& failure) {
+    return world.publish_to_waiting(failure);
   };
   detail::failure_hooks.exits = [world = *this](int code) {
     world.announce_exit_code(code);
@@ -391,16 +396,6 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     if (!lock || !state->rendezvous || state->left) return;
     state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
                                   detail::to_bytes(std::to_string(code)));
-  };
-  detail::failure_hooks.end_of = [world = *this](int other) -> std::optional<int> {
-    const auto& known = world.state_->environment;
-    const bool in_launcher = known.store_is_hosted && !known.store_outlives_attempts;
-    if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher sees the exit itself
-    if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with rank 0
-    auto side = world.connect_again(std::chrono::milliseconds(400));
-    const std::string ended = detail::store_keys::finished(other);
-    if (!side->check({ended})) return std::nullopt;
-    return detail::whole_number(detail::to_text(side->get(ended)));
   };
   detail::announce_exit();
   detail::announce_signals(detail::host_name());
@@ -443,7 +438,7 @@ LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string&
       side, {key},
       std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), std::chrono::milliseconds(500)))) {
     if (const auto failure = detail::published_failure(side))
-      throw PeerError(detail::Failure::parse(*failure).sentence());
+      throw PeerError(detail::consequence_of(*failure, detail::process_rank.load(), {}));
     if (std::chrono::steady_clock::now() > begin + timeout)
       throw TimeoutError(
           detail::formatted("{}, the first on this host, has not finished its local_zero_first after {} s",
@@ -451,7 +446,7 @@ LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string&
   }
   if (detail::to_text(side.get(key)) != "done") {
     if (const auto failure = detail::published_failure(side))
-      throw PeerError(detail::Failure::parse(*failure).sentence());
+      throw PeerError(detail::consequence_of(*failure, detail::process_rank.load(), {}));
     throw PeerError(detail::formatted("{}, the first on this host, failed in local_zero_first", first));
   }
 } catch (const c10::DistStoreError&) {

@@ -1,0 +1,185 @@
+#pragma once
+
+#include <ATen/core/DimVector.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
+#include "lockstep/detail/served_call.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/call_history.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
+
+namespace lockstep::detail {
+
+/// A call of a collective, of send or of recv, as error messages name it.
+struct Call {
+  const char* name = "";
+  std::uint64_t sequence = 0;  // of a collective, from 1; 0 for other calls
+  std::optional<int> peer{};   // of send and recv: the peer's rank in the group
+  int tag = 0;
+  std::chrono::steady_clock::time_point start{};
+  ServedCall served{};
+  std::shared_ptr<const std::string>
+      label{};  // such as "bucket 2 of 5, with fc.weight"; null if there is none
+
+  /// Returns the values of this call for a Failure.
+  [[nodiscard]] FailedCall failed() const {
+    return {name,
+            sequence,
+            peer.value_or(-1),
+            tag,
+            label ? *label : std::string(),
+            served.name ? served.name : "",
+            served.part ? served.part : ""};
+  }
+  /// Returns "all_reduce #57 of Trainer::fit" or "recv from rank 2 (tag 5)".
+  [[nodiscard]] std::string text() const { return text_of(failed()); }
+};
+
+/// Formats a duration: "250 ms", "6 s".
+inline std::string duration_text(std::chrono::steady_clock::duration time) {
+  const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
+  if (milliseconds < 1000) return detail::formatted("{} ms", milliseconds);
+  return detail::formatted("{} s", milliseconds / 1000);
+}
+
+/// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
+inline std::string joined(const std::vector<std::string>& items) {
+  return listed(items) + (items.size() == 1 ? " has" : " have");
+}
+
+/// What a collective has in common on all ranks, beside its name.
+struct CallContent {
+  std::optional<ReduceOp> op{};
+  std::optional<int> root{};
+  std::size_t tensors = 0;
+  at::DimVector sizes{};  // of the first tensor, with its dtype
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::uint64_t hash = 0;  // of all that, and of each tensor's shape and dtype
+
+  static CallContent of(std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors = {}) {
+    CallContent content{op, root, tensors.size()};
+    content.hash = next_hash(op ? static_cast<std::uint64_t>(*op) + 1 : 0,
+                             static_cast<std::uint64_t>(root.value_or(-1)));
+    for (const at::Tensor& tensor : tensors) {
+      content.hash = next_hash(content.hash, static_cast<std::uint64_t>(tensor.scalar_type()));
+      for (const std::int64_t size : tensor.sizes())
+        content.hash = next_hash(content.hash, static_cast<std::uint64_t>(size));
+    }
+    if (tensors.empty()) return content;
+    content.sizes = tensors[0].sizes();
+    content.dtype = tensors[0].scalar_type();
+    return content;
+  }
+
+  /// Returns "all_reduce of sum, [4] float32" or "broadcast with root 2, 3 tensors, the first [4] float32".
+  [[nodiscard]] std::string text(const char* name) const {
+    static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
+    std::string text = name;
+    if (op) text += formatted(" of {}", ops[static_cast<int>(*op)]);
+    if (root) text += formatted(" with root {}", *root);
+    if (tensors > 1) text += formatted(", {} tensors, the first", tensors);
+    if (tensors > 0)
+      text += formatted("{} {} {}", tensors > 1 ? "" : ",", shape_text(sizes), dtype_name(dtype));
+    return text;
+  }
+};
+
+/// The last collectives that this process has entered in one group, and the hash of all of them.
+///
+/// Thread safety: one thread at a time may call `enter`; any thread may call the other functions.
+class GroupStatus {
+ public:
+  GroupStatus(std::string name, std::vector<int> ranks) : name(std::move(name)), ranks(std::move(ranks)) {}
+
+  const std::string name;
+  const std::vector<int> ranks;  // global, by rank in the group
+
+  /// Enters the next collective. Returns its number, from 1.
+  std::uint64_t enter(const char* operation, const ServedCall& served = {}, const CallContent& content = {},
+                      std::shared_ptr<const std::string> label = nullptr) {
+    const std::uint64_t hash =
+        next_hash(hash_of(operation, hash_), label ? hash_of(*label, content.hash) : content.hash);
+    const std::lock_guard lock(mutex_);
+    if (last_.empty()) last_.resize(most_kept);
+    const std::uint64_t sequence = ++sequence_;
+    last_[sequence % most_kept] = {operation, served, content, std::move(label), hash_ = hash};
+    if (sequence % mark_interval == 0)
+      for (int power = std::countr_zero(sequence); power >= 6; --power)
+        marks_[static_cast<std::size_t>(power - 6)] = {sequence, hash};
+    return sequence;
+  }
+
+  /// Returns the number of the last collective and the hash of all.
+  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> mark() const {
+    const std::lock_guard lock(mutex_);
+    return {sequence_, hash_};
+  }
+  /// Returns the last collective; of a group without one, a call without a number.
+  [[nodiscard]] FailedCall position() const {
+    const std::lock_guard lock(mutex_);
+    return last_.empty() ? FailedCall{} : call(sequence_).call;
+  }
+  /// Returns the last collectives, in their order.
+  [[nodiscard]] std::vector<RecordedCall> last_calls() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<RecordedCall> calls;
+    const std::uint64_t kept = std::min<std::uint64_t>(sequence_, most_kept);
+    for (std::uint64_t sequence = sequence_ - kept + 1; sequence <= sequence_; ++sequence)
+      calls.push_back(call(sequence));
+    return calls;
+  }
+  /// Writes the numbers and hashes that the store compares, if there are new ones: of the last collective, and of the last
+  /// multiple of each power of 2 from mark_interval on, one of which all ranks report whatever their pace is.
+  void write_marks(FrameWriter& out) {
+    const std::lock_guard lock(mutex_);
+    if (reported_ == sequence_) return;
+    reported_ = sequence_;
+    FrameWriter marks;
+    marks.integer(sequence_).integer(hash_);
+    for (const auto& [sequence, hash] : marks_)
+      if (sequence > 0) marks.integer(sequence).integer(hash);
+    out.text(name).integer(ranks.size()).text(marks.take().substr(4));
+  }
+
+ private:
+  static constexpr std::uint64_t most_kept = 1024;
+
+  struct Entry {
+    const char* operation = "";
+    ServedCall served{};
+    CallContent content{};
+    std::shared_ptr<const std::string> label{};
+    std::uint64_t hash = 0;
+  };
+
+  [[nodiscard]] RecordedCall call(std::uint64_t sequence) const {
+    const Entry& entry = last_[sequence % most_kept];
+    return {entry.hash, entry.content.text(entry.operation),
+            Call{entry.operation, sequence, {}, 0, {}, entry.served, entry.label}.failed()};
+  }
+
+  mutable std::mutex mutex_;
+  std::uint64_t sequence_ = 0, hash_ = 0, reported_ = ~std::uint64_t{0};
+  std::vector<Entry> last_;  // by number, modulo its size; empty before the first collective
+  std::array<std::pair<std::uint64_t, std::uint64_t>, 40> marks_{};  // by power of 2
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,200 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
+#include "lockstep/detail/served_call.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/call_history.hpp"
+
+/// Every text about a failure, made from its values where it is printed or thrown. No code reads these texts again.
+namespace lockstep::detail {
+
+/// The operation of a FailedCall that is a rendezvous: of all ranks, or of the communicator that its label names.
+inline constexpr const char* rendezvous = "rendezvous";
+
+/// Returns "all_reduce #57 (bucket 2) of Trainer::fit", "recv from rank 2 (tag 5)", "the rendezvous", "the rendezvous
+/// of the communicator 'x'" or "the constructor of Trainer (communicator 'x')".
+inline std::string text_of(const FailedCall& call) {
+  if (call.operation == rendezvous) {
+    if (!call.served.empty()) return served_text(call.served, call.label.empty() ? rendezvous : call.label);
+    return call.label.empty() ? "the rendezvous" : "the rendezvous of the " + call.label;
+  }
+  std::string text = call.operation;
+  if (call.peer >= 0)
+    text += formatted(" {} rank {} (tag {})", text[0] == 's' ? "to" : "from", call.peer, call.tag);
+  else if (call.sequence > 0)
+    text += formatted(" #{}", call.sequence);
+  if (!call.label.empty()) text += formatted(" ({})", call.label);
+  return call.served.empty() ? text : text + " of " + served_text(call.served, call.part);
+}
+
+/// Returns "while rank 0 waits in all_reduce #8".
+inline std::string waiting_text(int rank, const FailedCall& call) {
+  return formatted("while rank {} waits in {}", rank, text_of(call));
+}
+
+/// Returns how the errors of other ranks name a failure: "rank 3 failed first: reason", "rank 3 (pid 811 on nodeA) died
+/// (SIGKILL)" where a launcher reports it, or the sentence of a rank that has left early.
+inline std::string cause_text(const Failure& failure) {
+  if (failure.kind == FailureKind::left_early) return failure.message;
+  std::string who = failure.rank < 0 ? "another rank" : formatted("rank {}", failure.rank);
+  if (!failure.host.empty()) who += formatted(" (pid {} on {})", failure.pid, failure.host);
+  return formatted("{}{} {}", who,
+                   failure.kind == FailureKind::died ? "" : " failed first:", failure.message);
+}
+
+/// Returns the failure of `rank`, which has left a group after its collective `last` while `waiter` waits in `call`.
+inline Failure left_early(int rank, const std::string& last, int waiter, const FailedCall& call) {
+  return {.kind = FailureKind::left_early,
+          .rank = rank,
+          .message =
+              formatted("rank {} has left after {} {}; every rank must make the same calls, and equally many",
+                        rank, last, waiting_text(waiter, call))};
+}
+
+/// Returns the failure of `rank`, whose process has ended with exit code 0 while `waiter` waits in `call`, which has no
+/// operation where it is unknown.
+inline Failure ended_early(int rank, int waiter, const FailedCall& call) {
+  return {.kind = FailureKind::left_early,
+          .rank = rank,
+          .code = 0,
+          .message = formatted(
+              "rank {} has ended with exit code 0 {}; every rank must make the same calls, and equally many",
+              rank,
+              call.operation.empty() ? "while other ranks still communicated with it"
+                                     : waiting_text(waiter, call))};
+}
+
+/// Returns the text about two ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank 1 in
+/// Trainer::save_checkpoint; call both on every rank, and equally often". Empty if neither is in one, or both are in the
+/// same.
+inline std::string different_calls(int one, const FailedCall& here, int other, const FailedCall& there) {
+  if (one > other) return different_calls(other, there, one, here);
+  if (here.served.empty() && there.served.empty()) return {};
+  // Where the outermost calls differ, the calls inside them explain nothing.
+  const bool outer = !here.served.empty() && !there.served.empty() && here.served != there.served;
+  const auto place = [&](const FailedCall& call) {
+    if (call.served.empty()) return "a call of " + call.operation;
+    return outer ? call.served : served_text(call.served, call.part);
+  };
+  return different_calls({place(here), place(there)}, {one, other});
+}
+
+/// Returns the failure of two ranks whose calls in a communicator differ, at the latest in collective `found.sequence`.
+/// `one` and `other` are their last calls.
+inline Failure mismatch(const CallDifference& found, const std::string& communicator,
+                        const std::vector<RecordedCall>& one, const std::vector<RecordedCall>& other) {
+  if (found.one > found.other)
+    return mismatch({found.other, found.one, found.sequence}, communicator, other, one);
+  Failure failure{.kind = FailureKind::mismatch, .rank = found.one, .cause = found.other};
+  const auto calls = first_difference(one, other);
+  if (!calls) {
+    failure.message = formatted(
+        "ranks {} and {} have made different calls in the communicator '{}', at the latest in collective "
+        "#{}, and their last "
+        "calls do not show which; every rank must make the same calls, in the same order",
+        found.one, found.other, communicator, found.sequence);
+    return failure;
+  }
+  const auto& [here, there] = *calls;
+  failure.call = here.call;
+  failure.message = different_calls(found.one, here.call, found.other, there.call);
+  if (failure.message.empty())
+    failure.message = formatted(
+        "the ranks disagree on collective #{}{}: rank {} called {}, but rank {} called {}. Every rank must "
+        "call the same "
+        "collectives in the same order",
+        here.call.sequence,
+        here.call.served.empty() ? "" : " of " + served_text(here.call.served, here.call.part), found.one,
+        here.content, found.other, there.content);
+  return failure;
+}
+
+/// Returns the failure of two ranks that have left a communicator after different numbers of collectives, the last of
+/// which are `mine` and `theirs`.
+inline Failure left_unequally(int one, const FailedCall& mine, int other, const FailedCall& theirs) {
+  if (one > other) return left_unequally(other, theirs, one, mine);
+  const auto last = [](const FailedCall& call) {
+    return call.sequence == 0 ? "no collective" : text_of(call);
+  };
+  return {.kind = FailureKind::mismatch,
+          .rank = one,
+          .cause = other,
+          .call = mine.sequence > theirs.sequence ? mine : theirs,
+          .message = formatted("rank {} has left after {}, and rank {} after {}; every rank must make the "
+                               "same calls, and equally many",
+                               one, last(mine), other, last(theirs))};
+}
+
+/// Returns the consequence, on rank `rank` in `call`, of the failure of another rank.
+inline Failure consequence_of(const Failure& first, int rank, const FailedCall& call) {
+  return {.kind = FailureKind::consequence,
+          .rank = rank,
+          .cause = first.rank,
+          .cause_kind = first.kind,
+          .call = call,
+          .message = cause_text(first)};
+}
+
+/// Returns what rank `rank` throws in `call` once it knows the first failure of the run: a MismatchError of the calls of
+/// the ranks, or a PeerError.
+inline std::exception_ptr error_of(Failure first, int rank, const FailedCall& call) {
+  if (first.kind != FailureKind::mismatch)
+    return std::make_exception_ptr(PeerError(consequence_of(first, rank, call)));
+  first.rank = rank;
+  return std::make_exception_ptr(MismatchError(std::move(first)));
+}
+
+/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's begins with its cause.
+inline std::string headline(const Failure& failure, std::string_view reporter) {
+  switch (failure.kind) {
+    case FailureKind::usage:
+    case FailureKind::mismatch:
+      return failure.message;
+    case FailureKind::consequence:
+    case FailureKind::left_early:
+      return formatted("{}; noticed by {}", failure.message, reporter);
+    case FailureKind::died:
+      return formatted("{} {}", reporter, failure.message);
+    default:
+      return formatted("{} failed: {}", reporter, failure.message);
+  }
+}
+
+/// Returns the headline of a launcher: `gone` are ranks that had ended before with exit code 0.
+inline std::string headline(const Failure& failure, const std::vector<int>& gone) {
+  std::string text = headline(failure, formatted("rank {} (pid {})", failure.rank, failure.pid));
+  if (gone.empty() || failure.kind == FailureKind::usage) return text;
+  return text + (gone.size() > 1 ? "; ranks " : "; rank ") + joined(gone, ", ", ", ", 4) +
+         " had ended by then, with exit code 0";
+}
+
+/// What LibTorch's and Gloo's errors mean to a communicator.
+struct ForeignError {
+  enum Kind { other, other_sizes } kind = other;  // other_sizes: the ranks gave tensors of different sizes
+  std::string text;                               // in one line, without places in the source
+};
+
+/// Classifies the text of an error of c10d or Gloo.
+inline ForeignError classify(std::string text) {
+  text = text.substr(0, text.find('\n'));
+  // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
+  if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
+    return {ForeignError::other_sizes,
+            formatted("the ranks gave it tensors of different sizes (a part of {} bytes)",
+                      text.substr(sizes + std::string_view("op.nbytes. ").size()))};
+  // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
+  if (const auto end = text.find("] ");
+      text.starts_with("[") && text.substr(0, end).find(".cc:") != std::string::npos)
+    text = text.substr(end + 2);
+  return {ForeignError::other, text.substr(0, text.find(". This is typically"))};
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,214 @@
+// The comparison of the ranks' calls: what GroupStatus records and reports, and what the store finds by it.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/detail/group_status.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
+#include "support/catch.hpp"
+
+namespace group_status_test {
+
+using lockstep::ReduceOp;
+using lockstep::detail::CallComparison;
+using lockstep::detail::CallContent;
+using lockstep::detail::CallDifference;
+using lockstep::detail::FrameReader;
+using lockstep::detail::FrameWriter;
+using lockstep::detail::GroupStatus;
+
+namespace {
+
+struct Step {
+  const char* operation = "all_reduce";
+  int op = 0, root = -1;
+  at::ScalarType dtype = at::kFloat;
+  std::int64_t elements = 1;
+  int label = 0;
+  bool operator==(const Step&) const = default;
+};
+
+void enter(GroupStatus& status, const Step& step) {
+  const std::vector<at::Tensor> tensors{at::empty({step.elements}, step.dtype)};
+  const auto op = step.op < 0 ? std::nullopt : std::optional(static_cast<ReduceOp>(step.op));
+  const auto root = step.root < 0 ? std::nullopt : std::optional(step.root);
+  status.enter(step.operation, {}, CallContent::of(op, root, tensors),
+               std::make_shared<const std::string>("bucket " + std::to_string(step.label)));
+}
+
+// The store's side: what two ranks differ in, once it is known.
+class Store {
+ public:
+  void take(GroupStatus& status, int rank) {
+    FrameWriter out;
+    status.write_marks(out);
+    const std::string frame = out.take();
+    FrameReader in(std::string_view(frame).substr(4));
+    while (in.more()) {
+      in.text();
+      in.integer();
+      FrameReader marks(in.text());
+      while (marks.more()) {
+        const std::uint64_t sequence = marks.integer();
+        const auto difference = calls_.report(rank, sequence, marks.integer());
+        if (!found) found = difference;
+      }
+    }
+  }
+  bool leave(const GroupStatus& status, int rank) {
+    return calls_.leave(rank, status.position()).has_value();
+  }
+  std::optional<CallDifference> found;
+
+ private:
+  CallComparison calls_{4};
+};
+
+std::vector<Step> program(std::mt19937& random) {
+  const auto below = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
+  std::vector<Step> steps(1 + random() % 300);
+  for (Step& step : steps) {
+    const bool reduces = below(3) > 0;
+    step = {reduces ? "all_reduce" : "broadcast",
+            reduces ? below(5) : -1,
+            reduces ? -1 : below(4),
+            below(2) == 0 ? at::kFloat : at::kInt,
+            1 + below(8),
+            below(3)};
+  }
+  return steps;
+}
+
+// Another program by one mistake.
+std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random) {
+  const auto at = static_cast<std::ptrdiff_t>(random() % steps.size());
+  Step& step = steps[static_cast<std::size_t>(at)];
+  switch (random() % 9) {
+    case 0:
+      steps.erase(steps.begin() + at);
+      break;
+    case 1:
+      steps.insert(steps.begin() + at, Step(step));
+      break;
+    case 2:
+      std::swap(step, steps[random() % steps.size()]);
+      break;
+    case 3:
+      step.dtype = at::kDouble;
+      break;
+    case 4:
+      step.op = step.op < 0 ? step.op : (step.op + 1) % 5;
+      break;
+    case 5:
+      step.root = step.root < 0 ? step.root : step.root + 1;
+      break;
+    case 6:
+      ++step.elements;
+      break;
+    case 7:
+      ++step.label;
+      break;
+    default:  // a rank that leaves out a step of several calls
+      steps.erase(steps.begin() + at, steps.begin() + std::min<std::ptrdiff_t>(at + 4, std::ssize(steps)));
+  }
+  return steps;
+}
+
+}  // namespace
+
+TEST_CASE(
+    "none of 1,000 programs whose ranks make different calls goes unnoticed, and right ones are let be") {
+  int wrong = 0, missed = 0, blamed = 0, misplaced = 0;
+  for (unsigned seed = 0; seed < 1200; ++seed) {
+    std::mt19937 random(seed);
+    const auto right = program(random);
+    const int size = 2 + static_cast<int>(random() % 3), culprit = static_cast<int>(random() % 3) % size;
+    const auto other = seed % 6 == 0 ? right : mistaken(right, random);
+    wrong += other != right;
+    Store store;
+    bool left = false;
+    std::vector<std::unique_ptr<GroupStatus>> ranks;
+    for (int rank = 0; rank < size; ++rank)
+      ranks.push_back(std::make_unique<GroupStatus>("group", std::vector<int>{}));
+    for (std::size_t call = 0; call < std::max(right.size(), other.size()); ++call)
+      for (int rank = 0; rank < size; ++rank) {
+        GroupStatus& status = *ranks[static_cast<std::size_t>(rank)];
+        const auto& steps = rank == culprit ? other : right;
+        if (call < steps.size()) enter(status, steps[call]);
+        if (random() % 50 == 0) store.take(status, rank);
+      }
+    for (int rank = 0; rank < size; ++rank) {
+      store.take(*ranks[static_cast<std::size_t>(rank)], rank);
+      left = store.leave(*ranks[static_cast<std::size_t>(rank)], rank) || left;
+    }
+    const bool found = store.found || left;
+    missed += other != right && !found;
+    blamed += other == right && found;
+    if (!store.found) continue;
+    const auto calls = [&](int rank) { return ranks[static_cast<std::size_t>(rank)]->last_calls(); };
+    const auto first = lockstep::detail::first_difference(calls(store.found->one), calls(store.found->other));
+    const auto differs =
+        std::mismatch(right.begin(), right.end(), other.begin(), other.end()).first - right.begin();
+    misplaced += !first || first->first.call.sequence != static_cast<std::uint64_t>(differs) + 1;
+  }
+  CHECK(wrong >= 800);
+  CHECK(missed == 0);
+  CHECK(blamed == 0);
+  CHECK(misplaced == 0);
+}
+
+TEST_CASE("ranks at one pace, whatever it is, report a number that all of them report") {
+  for (const int pace : {1, 3, 100, 5'000, 70'000}) {  // collectives between two reports
+    GroupStatus one("group", {}), other("group", {});
+    Store store;
+    one.enter("barrier");
+    other.enter("all_gather");
+    int reports = 0;
+    for (int call = 0; call < 4 * pace + 300 && !store.found; ++call) {
+      one.enter("barrier");
+      other.enter("barrier");
+      if (call % pace == 0) store.take(one, 0);
+      if (call % pace == pace / 2) store.take(other, 1), ++reports;
+    }
+    CAPTURE(pace);
+    CHECK(store.found);
+    CHECK((reports <= 4 || pace * reports <= 2 * 64));
+  }
+}
+
+TEST_CASE("calls that the last 1,024 do not reach are said to differ all the same") {
+  GroupStatus one("group", {}), other("group", {});
+  one.enter("barrier");
+  other.enter("all_gather");
+  for (int call = 0; call < 2000; ++call) one.enter("barrier"), other.enter("barrier");
+  const auto failure =
+      lockstep::detail::mismatch({1, 0, 2001}, "lockstep/comm/0", one.last_calls(), other.last_calls());
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 0);
+  CHECK(failure.cause == 1);
+  CHECK(failure.message ==
+        "ranks 0 and 1 have made different calls in the communicator 'lockstep/comm/0', at the latest in "
+        "collective "
+        "#2001, and their last calls do not show which; every rank must make the same calls, in the same "
+        "order");
+}
+
+TEST_CASE("ranks that leave after different numbers of calls are named with their last ones") {
+  using lockstep::FailedCall;
+  const FailedCall last{.operation = "broadcast", .sequence = 7};
+  const auto failure = lockstep::detail::left_unequally(2, last, 1, FailedCall{});
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.sequence == 7);
+  CHECK(failure.message ==
+        "rank 1 has left after no collective, and rank 2 after broadcast #7; every rank must make the same "
+        "calls, and "
+        "equally many");
+}
+
+}  // namespace group_status_test
