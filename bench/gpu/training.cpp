@@ -225,6 +225,7 @@ void train_in(const lockstep::World& world, const Run& run) {
 }
 
 void train(const lockstep::World& world, const Run& run) {
+  if (run.precision == "fp32") at::globalContext().setAllowTF32CuDNN(false);  // as training.py does
   if (run.precision == "fp32") return train_in<lockstep::Fp32>(world, run);
   if (run.precision == "tf32") return train_in<lockstep::Tf32>(world, run);
   if (run.precision == "bf16") return train_in<lockstep::Bf16>(world, run);
