@@ -127,7 +127,6 @@ TEST_CASE("the store keeps what its clients set") {
   const auto erase = [&] { return one.ask(StoreOperation::erase, [](FrameWriter& out) { out.text("a"); }); };
   CHECK(erase() == std::string(1, '\1'));
   CHECK(erase() == std::string(1, '\0'));
-  CHECK(FrameReader(one.ask(StoreOperation::count, [](FrameWriter&) {})).integer() == 3);
 }
 
 TEST_CASE("a wait is answered when the last of its keys is set, and stalls nobody else") {
@@ -219,8 +218,7 @@ TEST_CASE("subscribers are sent the events, of failures the first, in one order"
   CHECK(publish({.kind = Event::departed, .rank = 3, .group = "g"}));
   CHECK(publish({.failure = {.rank = 0, .message = "boom"}}));
   CHECK(!publish({.failure = {.rank = 2, .message = "another"}}));
-  CHECK(publish({.failure = {.rank = 4, .message = "boom"}}));  // once more where ranks fail alike
-  CHECK(!publish({.failure = {.rank = 5, .message = "boom"}}));
+  CHECK(!publish({.failure = {.rank = 4, .message = "boom"}}));  // ranks fail alike
   CHECK(publish({.kind = Event::aborted, .rank = 0, .group = "g"}));
   subscribe(late, 2);
   const Strings all{"2 ", "0 boom", "1 "};

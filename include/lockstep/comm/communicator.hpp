@@ -97,7 +97,8 @@ concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks
 };
 
 /// A communicator that names its collectives in asynchronous errors. `label(text)` names all later ones, such
-/// as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call; null removes the label.
+/// as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call; null removes the label. It is equal on all ranks:
+/// calls with other labels are other calls.
 template <class C>
 concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
   comm.label(text);

@@ -15,7 +15,6 @@
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/const_data.hpp"
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 

@@ -13,7 +13,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -94,8 +93,8 @@ class StoreExchange : public c10d::Work {
     const auto complete = membership_.at_store_until(
         call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); });
     if (!complete.value_or(false)) return false;
-    auto all = membership_.at_store_until(
-        call_, until, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
+    bytes_ = membership_.at_store(
+        call_, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
           std::vector<std::string> bytes(from.size());
           std::vector<std::string> keys;
           for (std::size_t i = 0; i < from.size(); ++i) {
@@ -111,8 +110,6 @@ class StoreExchange : public c10d::Work {
             for (const std::string& key : keys) store.deleteKey(key);
           return bytes;
         });
-    if (!all) membership_.throw_store_timeout(call_);
-    bytes_ = std::move(*all);
     return true;
   }
 

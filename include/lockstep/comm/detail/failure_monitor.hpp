@@ -28,7 +28,6 @@
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
@@ -60,6 +59,7 @@ struct Answers {
   bool conclusive = false;             // a rank that has not answered had enough time to
   std::map<int, Position> positions;   // by global rank, without the ranks that have not answered
   std::map<int, Elsewhere> elsewhere;  // by global rank
+  std::set<int> lost;                  // global ranks whose connection to the store has ended
 };
 
 /// Exchanges through the store what a process group cannot carry: failures of ranks, departures from a group,
@@ -77,9 +77,9 @@ class FailureMonitor {
   static constexpr const char* by_exception = "an exception, which its own output names, has ended it";
 
   LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
-    const std::lock_guard lock(registry().mutex);
+    const std::lock_guard lock(registry().first);
     const auto connection = world.connection();
-    auto& known = registry().monitors[connection.get()];
+    auto& known = registry().second[connection.get()];
     auto monitor = known.lock();
     if (!monitor) {
       monitor = std::make_shared<FailureMonitor>(world.rank(), connection);
@@ -112,8 +112,8 @@ class FailureMonitor {
     }
     connection_->wake();
     thread_.join();
-    const std::lock_guard lock(registry().mutex);  // another monitor may have subscribed since
-    if (registry().monitors[connection_.get()].expired())
+    const std::lock_guard lock(registry().first);  // another monitor may have subscribed since
+    if (registry().second[connection_.get()].expired())
       connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.integer(~std::uint64_t{0}); });
   }
   FailureMonitor(const FailureMonitor&) = delete;
@@ -225,23 +225,25 @@ class FailureMonitor {
   [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds timeout, Milliseconds most) {
     const auto since = Clock::now();
     auto last = since;  // when the last report came
+    const auto over = [this] { return failed_elsewhere(); };
     std::size_t reports = 0;
     Answers answers;
     report();
-    for (Milliseconds pause(5); !failed_elsewhere(); pause = std::min(2 * pause, Milliseconds(100))) try {
+    for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
         const std::string reply = connection_->request(
             StoreOperation::ask, std::max(since + most, asked + Milliseconds(500)),
             [&](FrameWriter& out) {
               for (const int rank : group.ranks) out.integer(static_cast<std::uint64_t>(rank));
             },
-            [this] { return failed_elsewhere(); });
+            over);
         const auto now = Clock::now();
         FrameReader in(reply);
         std::size_t fresh = 0;
         for (const int rank : group.ranks) {
           const std::uint64_t age = in.integer();
           FrameReader positions(in.text());
+          if (age == ~std::uint64_t{0}) answers.lost.insert(rank);
           if (age > static_cast<std::uint64_t>((asked - since) / Milliseconds(1))) continue;
           ++fresh;
           if (rank == rank_)  // shows that the store and this process keep up
@@ -253,7 +255,7 @@ class FailureMonitor {
         answers.conclusive = answers.store_answers && now >= since + timeout && now >= last + trickle;
         if (fresh == group.ranks.size() || answers.conclusive || now >= since + most) break;
         std::unique_lock lock(mutex_);
-        changed_.wait_for(lock, pause, [this] { return failed_elsewhere(); });
+        changed_.wait_for(lock, pause, over);
       } catch (const std::runtime_error&) {  // the store does not answer
         break;
       }
@@ -313,10 +315,7 @@ class FailureMonitor {
   };
 
  private:
-  struct Registry {
-    std::mutex mutex;
-    std::map<StoreConnection*, std::weak_ptr<FailureMonitor>> monitors;
-  };
+  using Registry = std::pair<std::mutex, std::map<StoreConnection*, std::weak_ptr<FailureMonitor>>>;
   // Never destroyed: a monitor may end with the process.
   LOCKSTEP_PROCESS_WIDE static Registry& registry() {
     static auto* known = new Registry();

@@ -172,7 +172,7 @@ class GroupStatus {
 
   [[nodiscard]] RecordedCall call(std::uint64_t sequence) const {
     const Entry& entry = last_[sequence % most_kept];
-    return {entry.hash, entry.content.text(entry.operation),
+    return {entry.hash, entry.content.text(entry.operation) + (entry.label ? " (" + *entry.label + ")" : ""),
             Call{entry.operation, sequence, {}, 0, {}, entry.served, entry.label}.failed()};
   }
 

@@ -298,11 +298,7 @@ class Membership {
       };
       if (!answers.store_answers && !answers.store_left) is_silent(store);
       if (answers.conclusive)
-        for (std::size_t i = 0; i < membership_.ranks().size(); ++i)
-          if (const int rank = membership_.ranks()[i]; rank != membership_.world_.rank() &&
-                                                       !answers.positions.contains(rank) &&
-                                                       (!call_.peer || call_.peer == static_cast<int>(i)))
-            is_silent(rank);
+        for (const int rank : membership_.silent(call_, answers)) is_silent(rank);
       silent_ = std::move(silent);
       for (const auto& [who, silence] : silent_) {
         if (silence < membership_.heartbeat_) continue;
@@ -357,15 +353,15 @@ class Membership {
     const auto answers =
         monitor_->ask(*status_, answer_timeout, left(answer_timeout, std::chrono::seconds(5)));
     if (auto error = look(call)) return error;
-    if (answers.conclusive)
-      for (const int rank : ranks())
-        if (rank != world_.rank() && !answers.positions.contains(rank))
-          return blame(call, exit_code_of(call, rank) == 0
-                                 ? ended_early(rank, world_.rank(), place_of(call))
-                                 : Failure{.kind = FailureKind::died,
-                                           .rank = rank,
-                                           .message = formatted("{} {}", text,
-                                                                waiting_text(world_.rank(), call.failed()))});
+    auto late = answers.conclusive ? silent(call, answers) : std::vector<int>();
+    // One whose connection to the store has ended before one that is slow to answer.
+    std::stable_partition(late.begin(), late.end(), [&](int rank) { return answers.lost.contains(rank); });
+    if (!late.empty())
+      return blame(call, exit_code_of(call, late[0]) == 0
+                             ? ended_early(late[0], world_.rank(), place_of(call))
+                             : Failure{.kind = FailureKind::died,
+                                       .rank = late[0],
+                                       .message = text + " " + waiting_text(world_.rank(), call.failed())});
     if (monitor_->await_failure(left(Milliseconds(100), Milliseconds(1000)))) return look(call);
     return nullptr;
   }
@@ -431,7 +427,8 @@ class Membership {
         if (rank == world_.rank()) continue;
         const auto answer = answers.positions.find(rank);
         if (answer == answers.positions.end()) {
-          if (!gone.contains(rank)) return;  // the rank has failed
+          if (!gone.contains(rank) && answers.conclusive) return;  // the rank has failed
+          if (!gone.contains(rank)) staying.push_back(std::to_string(rank));
         } else if (!gone.contains(rank) || answer->second.operation != no_operation) {
           staying.push_back(std::to_string(rank));
         }
@@ -524,6 +521,18 @@ class Membership {
   // Returns whether a key is in the store, std::nullopt if that is unknown at `until`.
   std::optional<bool> holds(const Call& call, const std::string& key, Clock::time_point until) {
     return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });
+  }
+
+  // Returns the ranks that `call` needs and that have not answered. One that has left the group in good order needs not
+  // answer; look() finds the calls that it has left out.
+  [[nodiscard]] std::vector<int> silent(const Call& call, const Answers& answers) const {
+    const auto gone = monitor_->departed(name());
+    std::vector<int> silent;
+    for (std::size_t i = 0; i < ranks().size(); ++i)
+      if (const int rank = ranks()[i]; rank != world_.rank() && !answers.positions.contains(rank) &&
+                                       (call.peer ? call.peer == static_cast<int>(i) : !gone.contains(rank)))
+        silent.push_back(rank);
+    return silent;
   }
 
   // How long a call waits before its first warning.
@@ -647,8 +656,11 @@ class Membership {
   [[nodiscard]] std::string lateness_of(const Call& call, Clock::duration waited,
                                         const Answers& answers) const {
     const auto time = duration_text(waited);
+    auto positions = answers.positions;
+    if (monitor_)
+      for (const auto& [rank, last] : monitor_->departed(name())) positions[rank] = last;
     if (answers.store_answers)
-      return lateness(call, answers.positions, ranks(), world_.rank(), time, answers.elsewhere);
+      return lateness(call, positions, ranks(), world_.rank(), time, answers.elsewhere);
     return detail::formatted("{} is not complete after {}", call.text(), time) + silence();
   }
 

@@ -21,7 +21,6 @@
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"

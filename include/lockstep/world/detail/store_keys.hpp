@@ -30,9 +30,8 @@ inline std::string signed_in(int rank) {
 inline constexpr const char* refusal = "lockstep/refusal";
 
 // Failures and exits.
-/// The text of the run's first failure.
+/// The run's first Failure, encoded.
 inline constexpr const char* failure = "lockstep/failure";
-inline constexpr const char* failures_of_this_text = "lockstep/failures of this text";
 /// Its exit code, set by a rank at its end; -1 by the server, when it loses one that has made a communicator.
 inline std::string finished(int rank) {
   return formatted("lockstep/finished/{}", rank);

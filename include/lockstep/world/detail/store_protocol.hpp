@@ -44,7 +44,6 @@ enum class StoreOperation : std::uint8_t {
   add,          ///< key, integer -> sum
   compare_set,  ///< key, expected, desired -> value
   erase,        ///< key -> whether it existed
-  count,        ///< nothing -> number of keys
   append,       ///< key, value -> nothing
   bind_rank,    ///< rank, name of its process -> nothing; see StoreServer. An empty name undoes it.
   missing,      ///< number of ranks -> how many of them have not signed in, and the first five

@@ -144,7 +144,7 @@ class StoreServer {
   struct Dispute {
     std::string group;
     CallDifference found;
-    std::optional<std::vector<RecordedCall>> calls[2] = {};
+    std::vector<RecordedCall> calls[2] = {};
     Clock::time_point until;
   };
 
@@ -279,13 +279,11 @@ class StoreServer {
                                       lost.process)}});
   }
 
-  // Adds an event to the log and pushes it to the subscribers. Returns whether it is news: of failures, the first one,
-  // and once another with its message. Ranks that wait for the rendezvous learn of the first.
+  // Pushes an event to the subscribers. Returns whether it is news: of failures, the first. Ranks that wait for the
+  // rendezvous learn of it, too.
   bool publish(const Event& event) {
     if (event.kind == Event::failed) {
-      if (const auto known = values_.find(store_keys::failure); known != values_.end())
-        return decode_failure(known->second).message == event.failure.message &&
-               !std::exchange(repeated_, true);
+      if (values_.contains(store_keys::failure)) return false;
       set(store_keys::failure, encode(event.failure));
       if (!values_.contains(store_keys::outcome))
         set(store_keys::outcome, Outcome{.kind = Outcome::failed}.encode());
@@ -313,8 +311,8 @@ class StoreServer {
   }
   void settle() {
     const Dispute dispute = *std::exchange(dispute_, std::nullopt);
-    const auto calls = [&](int rank) { return dispute.calls[rank].value_or(std::vector<RecordedCall>()); };
-    publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls(0), calls(1))});
+    const auto& calls = dispute.calls;
+    publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls[0], calls[1])});
   }
 
   void push(Connection& connection, StorePush kind, std::string_view content) {
@@ -451,9 +449,6 @@ class StoreServer {
         }
         return reply(connection, id, [&](FrameWriter& out) { out.byte(erased ? 1 : 0); });
       }
-      case StoreOperation::count:
-        if (!reader.whole()) return drop(connection);
-        return reply(connection, id, [&](FrameWriter& out) { out.integer(values_.size()); });
       case StoreOperation::append: {
         const std::string key(reader.text()), tail(reader.text());
         if (!reader.whole()) return drop(connection);
@@ -562,7 +557,7 @@ class StoreServer {
         if (!dispute_ || dispute_->group != group) return;
         if (connection.subscribed == dispute_->found.one) dispute_->calls[0] = std::move(calls);
         if (connection.subscribed == dispute_->found.other) dispute_->calls[1] = std::move(calls);
-        if (dispute_->calls[0] && dispute_->calls[1]) settle();
+        if (!dispute_->calls[0].empty() && !dispute_->calls[1].empty()) settle();
         return;
       }
     }
@@ -724,9 +719,8 @@ class StoreServer {
   std::size_t bytes_ = 0;
   std::unordered_map<std::string, std::vector<Parked>> waiting_;  // by their first missing key
   std::vector<std::string> log_;                                  // the failures, for who subscribes later
-  bool repeated_ = false;          // a second failure with the message of the first was published
-  std::map<int, Report> reports_;  // of the subscribed ranks
-  std::unordered_map<std::string, CallComparison> comparisons_;  // by group
+  std::map<int, Report> reports_;                                 // of the subscribed ranks
+  std::unordered_map<std::string, CallComparison> comparisons_;   // by group
   std::optional<Dispute> dispute_;
   std::thread thread_;
   const pid_t owner_ = getpid();

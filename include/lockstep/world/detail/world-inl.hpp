@@ -9,7 +9,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -216,7 +215,6 @@ LOCKSTEP_INLINE void World::leave(int code) const {
       return;
     }
   }
-  std::optional<Failure> mismatch;
   try {
     auto side = connect_again(std::chrono::seconds(2));
     side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
@@ -225,10 +223,8 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty())
       unlink(path.c_str());
     detail::outlive_ranks(*side, size(), true);
-    mismatch = detail::published_failure(*side);
   } catch (const std::exception&) {  // the store has ended, and the other ranks with it
   }
-  if (mismatch && mismatch->kind == FailureKind::mismatch) throw MismatchError(std::move(*mismatch));
 }
 
 LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
@@ -393,9 +389,15 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     world.announce_exit_code(code);
     const auto& state = world.state_;
     std::unique_lock lock(state->mutex, std::try_to_lock);
-    if (!lock || !state->rendezvous || state->left) return;
-    state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
-                                  detail::to_bytes(std::to_string(code)));
+    if (!lock || !state->rendezvous) return;
+    if (!state->left)
+      state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
+                                    detail::to_bytes(std::to_string(code)));
+    if (code != 0 || !state->rendezvous->hosted_here) return;
+    const auto found = detail::published_failure(*state->rendezvous->store);
+    if (!found || found->kind != FailureKind::mismatch) return;
+    std::fprintf(stderr, "error: %s\n", found->message.c_str());  // a run that has ended without knowing
+    _exit(found->code);
   };
   detail::announce_exit();
   detail::announce_signals(detail::host_name());
