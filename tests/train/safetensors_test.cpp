@@ -38,23 +38,17 @@ lockstep::StateDict small() {
 TEST_CASE("what save_safetensors writes, load_safetensors reads: all dtypes, shapes, names and metadata") {
   const TemporaryFolder folder;
   lockstep::StateDict entries = small();
-  for (const auto type : {
-         at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte, at::kComplexFloat,
-             at::kUInt16, at::kUInt32, at::kUInt64, at::kFloat8_e4m3fn, at::kFloat8_e5m2
+  std::vector<at::ScalarType> types{at::kHalf,        at::kBFloat16,        at::kLong,
+                                    at::kInt,         at::kShort,           at::kChar,
+                                    at::kByte,        at::kComplexFloat,    at::kUInt16,
+                                    at::kUInt32,      at::kUInt64,          at::kFloat8_e4m3fn,
+                                    at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz};
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
-             ,
-             at::ScalarType::Float8_e8m0fnu
+  types.push_back(at::ScalarType::Float8_e8m0fnu);
 #endif
-       })
+  for (const auto type : types)
     entries.push_back({std::string("of ") + c10::toString(type), torch::arange(5).to(type)});
   entries.push_back({"quote \" backslash \\ line\n tab\t \xC3\xBC \xF0\x9F\x98\x80", torch::ones({1})});
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
-  CHECK(lockstep::deserialize_safetensors(
-            file_of(R"({"a":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]}})", "\x7F\x80"), "a")
-            .tensors[0]
-            .tensor.to(at::kFloat)
-            .equal(torch::tensor({1.F, 2.F})));
-#endif
   const lockstep::SafetensorsMetadata metadata{{"format", "pt"}, {"note", "a \"b\"\x01"}};
   lockstep::save_safetensors(entries, folder / "a.safetensors", metadata);
   const lockstep::Safetensors read = lockstep::load_safetensors(folder / "a.safetensors");
@@ -69,11 +63,57 @@ TEST_CASE("what save_safetensors writes, load_safetensors reads: all dtypes, sha
   }
 }
 
+// What safetensors.torch.save_file 0.8.0 writes of arange(6, dtype=uint8) as float4 of shape [2, 3] and of arange(3) as
+// float8_e4m3fnuz.
+TEST_CASE("float8 and float4 are read as Python has written them, and written so") {
+  using namespace std::string_literals;
+  const auto read = [](const std::string& fields, const std::string& data) {
+    return lockstep::deserialize_safetensors(file_of(fields, data), "a").tensors;
+  };
+  const auto float8 =
+      read(R"({"f":{"dtype":"F8_E4M3FNUZ","shape":[3],"data_offsets":[0,3]}})", "\0\1\2"s)[0].tensor;
+  CHECK(float8.scalar_type() == at::kFloat8_e4m3fnuz);
+  CHECK(float8.view(at::kByte).equal(torch::arange(3, at::kByte)));
+  const auto float8_of = [&](const char* dtype, const char* byte) {
+    const auto fields = fmt::format(R"({{"a":{{"dtype":"{}","shape":[1],"data_offsets":[0,1]}}}})", dtype);
+    return read(fields, std::string(byte, 1))[0].tensor.to(at::kFloat).item<float>();
+  };
+  CHECK(float8_of("F8_E4M3", "\x38") == 1);
+  CHECK(float8_of("F8_E5M2", "\x3C") == 1);
+  CHECK(float8_of("F8_E4M3FNUZ", "\x40") == 1);
+  CHECK(float8_of("F8_E5M2FNUZ", "\x40") == 1);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 7
+  CHECK(float8_of("F8_E8M0", "\x80") == 2);
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 8
+  const std::string fields = R"({"a":{"dtype":"F4","shape":[2,6],"data_offsets":[0,6]}})";
+  const auto entries = read(fields, "\0\1\2\3\4\5"s);
+  CHECK(entries[0].tensor.sizes().equals({2, 3}));
+  CHECK(entries[0].tensor.scalar_type() == at::ScalarType::Float4_e2m1fn_x2);
+  CHECK(entries[0].tensor.view(at::kByte).equal(torch::arange(6, at::kByte).view({2, 3})));
+  const std::string written = lockstep::serialize_safetensors(entries, {});
+  CHECK_THAT(written, ContainsSubstring(R"("dtype":"F4","shape":[2,6])"));
+  CHECK(written.ends_with("\0\1\2\3\4\5"s));
+  CHECK(lockstep::deserialize_safetensors(lockstep::serialize_safetensors({{"a", entries[0].tensor.t()}}, {}),
+                                          "a")
+            .tensors[0]
+            .tensor.view(at::kByte)
+            .equal(torch::arange(6, at::kByte).view({2, 3}).t()));
+  CHECK_THROWS_AS(read(R"({"a":{"dtype":"F4","shape":[3],"data_offsets":[0,2]}})", "\0\1"s),
+                  lockstep::CheckpointError);
+  CHECK_THROWS_AS(read(R"({"a":{"dtype":"F4","shape":[],"data_offsets":[0,1]}})", "\0"s),
+                  lockstep::CheckpointError);
+  CHECK_THROWS_AS(lockstep::serialize_safetensors(
+                      {{"a", torch::zeros({}, at::kByte).view(entries[0].tensor.scalar_type())}}, {}),
+                  lockstep::UsageError);
+#endif
+}
+
 TEST_CASE("a tensor of a dtype that LibTorch does not have matters only to who asks for it") {
   const auto read = lockstep::deserialize_safetensors(
-      file_of(R"({"a":{"dtype":"F4","shape":[8],"data_offsets":[0,4]},)"
-              R"("weight":{"dtype":"F32","shape":[1,1],"data_offsets":[4,8]}})",
-              std::string(8, '\1')),
+      file_of(R"({"a":{"dtype":"F6_E2M3","shape":[8],"data_offsets":[0,6]},)"
+              R"("weight":{"dtype":"F32","shape":[1,1],"data_offsets":[6,10]}})",
+              std::string(10, '\1')),
       "a");
   REQUIRE(read.tensors.size() == 2);
   CHECK(!read.tensors[0].tensor.defined());

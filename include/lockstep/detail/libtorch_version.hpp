@@ -105,15 +105,15 @@ bool is_capturing(const Guard& guard, const Stream& stream) {
     return false;
 }
 
-/// The dtype float8_e8m0fnu, which LibTorch has since 2.7; Undefined before.
-template <class Type>
-constexpr Type float8_e8m0fnu_of() {
-  if constexpr (requires { Type::Float8_e8m0fnu; })
-    return Type::Float8_e8m0fnu;
-  else
-    return Type::Undefined;
-}
-inline constexpr at::ScalarType float8_e8m0fnu = float8_e8m0fnu_of<at::ScalarType>();
-inline constexpr bool has_float8_e8m0fnu = float8_e8m0fnu != at::ScalarType::Undefined;
+/// The dtypes float8_e8m0fnu and float4_e2m1fn_x2 (two values in a byte), which LibTorch has since 2.7 and 2.8;
+/// Undefined before.
+inline constexpr at::ScalarType float8_e8m0fnu = []<class Type>(Type none) {
+  if constexpr (requires { Type::Float8_e8m0fnu; }) return Type::Float8_e8m0fnu;
+  return none;
+}(at::ScalarType::Undefined);
+inline constexpr at::ScalarType float4_e2m1fn_x2 = []<class Type>(Type none) {
+  if constexpr (requires { Type::Float4_e2m1fn_x2; }) return Type::Float4_e2m1fn_x2;
+  return none;
+}(at::ScalarType::Undefined);
 
 }  // namespace lockstep::detail

@@ -24,9 +24,10 @@ std::string serialize_safetensors(const StateDict& entries,
 Safetensors deserialize_safetensors(std::string_view bytes, std::string_view origin);
 
 /// Writes tensors in the safetensors format. Takes the dtypes float64, float32, float16, bfloat16, int64,
-/// int32, int16, int8, uint8, uint16, uint32, uint64, bool, complex64, float8_e4m3fn, float8_e5m2 and, from LibTorch 2.7 on,
-/// float8_e8m0fnu. A tensor under several names is written under each. The file is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a
-/// name or text that is not UTF-8; CheckpointError if writing fails.
+/// int32, int16, int8, uint8, uint16, uint32, uint64, bool, complex64, float8_e4m3fn, float8_e5m2,
+/// float8_e4m3fnuz, float8_e5m2fnuz and, from LibTorch 2.7 and 2.8 on, float8_e8m0fnu and float4_e2m1fn_x2. A tensor
+/// under several names is written under each. The file is written atomically. Throws UsageError for another dtype, a
+/// sparse tensor, a repeated name and a name or text that is not UTF-8; CheckpointError if writing fails.
 /// Counterpart: safetensors.torch.save_file.
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}});
@@ -34,8 +35,8 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
 /// Reads a safetensors file; all tensors are on the CPU. Verifies the whole header before any tensor is
 /// made: its length (at most safetensors_header_limit), its JSON, in which a repeated or an unknown key is
 /// an error, and that the tensors fill the rest of the file without gaps or overlaps. A tensor of a dtype that
-/// LibTorch does not have is undefined. Throws CheckpointError with the tensor's name or the offset in the file. The format has no checksums: changed
-/// data is not detected.
+/// LibTorch does not have is undefined. Throws CheckpointError with the tensor's name or the offset in the file. The
+/// format has no checksums: changed data is not detected.
 /// Counterpart: safetensors.torch.load_file.
 Safetensors load_safetensors(const std::filesystem::path& path);
 

@@ -19,30 +19,33 @@ struct FileDtype {
   at::ScalarType type;
   std::string_view storage, safetensors;
 };
-inline constexpr std::array<FileDtype, 18> file_dtypes{
-    {{at::kDouble, "DoubleStorage", "F64"},
-     {at::kFloat, "FloatStorage", "F32"},
-     {at::kHalf, "HalfStorage", "F16"},
-     {at::kBFloat16, "BFloat16Storage", "BF16"},
-     {at::kLong, "LongStorage", "I64"},
-     {at::kInt, "IntStorage", "I32"},
-     {at::kShort, "ShortStorage", "I16"},
-     {at::kChar, "CharStorage", "I8"},
-     {at::kByte, "ByteStorage", "U8"},
-     {at::kBool, "BoolStorage", "BOOL"},
-     {at::kComplexFloat, "ComplexFloatStorage", "C64"},
-     {at::kComplexDouble, "ComplexDoubleStorage", ""},
-     {at::kUInt16, "", "U16"},
-     {at::kUInt32, "", "U32"},
-     {at::kUInt64, "", "U64"},
-     {at::kFloat8_e4m3fn, "", "F8_E4M3"},
-     {at::kFloat8_e5m2, "", "F8_E5M2"},
-     {float8_e8m0fnu, "", has_float8_e8m0fnu ? "F8_E8M0" : ""}}};
-/// Returns the dtype whose `member` is `value`, null if there is none.
+inline constexpr std::array<FileDtype, 21> file_dtypes{{{at::kDouble, "DoubleStorage", "F64"},
+                                                        {at::kFloat, "FloatStorage", "F32"},
+                                                        {at::kHalf, "HalfStorage", "F16"},
+                                                        {at::kBFloat16, "BFloat16Storage", "BF16"},
+                                                        {at::kLong, "LongStorage", "I64"},
+                                                        {at::kInt, "IntStorage", "I32"},
+                                                        {at::kShort, "ShortStorage", "I16"},
+                                                        {at::kChar, "CharStorage", "I8"},
+                                                        {at::kByte, "ByteStorage", "U8"},
+                                                        {at::kBool, "BoolStorage", "BOOL"},
+                                                        {at::kComplexFloat, "ComplexFloatStorage", "C64"},
+                                                        {at::kComplexDouble, "ComplexDoubleStorage", ""},
+                                                        {at::kUInt16, "", "U16"},
+                                                        {at::kUInt32, "", "U32"},
+                                                        {at::kUInt64, "", "U64"},
+                                                        {at::kFloat8_e4m3fn, "", "F8_E4M3"},
+                                                        {at::kFloat8_e5m2, "", "F8_E5M2"},
+                                                        {at::kFloat8_e4m3fnuz, "", "F8_E4M3FNUZ"},
+                                                        {at::kFloat8_e5m2fnuz, "", "F8_E5M2FNUZ"},
+                                                        {float8_e8m0fnu, "", "F8_E8M0"},
+                                                        {float4_e2m1fn_x2, "", "F4"}}};
+/// Returns the dtype whose `member` is `value`, null if there is none that LibTorch has.
 template <class Value>
 const FileDtype* file_dtype(Value FileDtype::*member, const Value& value) {
-  const auto* found = std::find_if(file_dtypes.begin(), file_dtypes.end(),
-                                   [&](const FileDtype& one) { return one.*member == value; });
+  const auto* found = std::find_if(file_dtypes.begin(), file_dtypes.end(), [&](const FileDtype& one) {
+    return one.type != at::ScalarType::Undefined && one.*member == value;
+  });
   return found == file_dtypes.end() ? nullptr : found;
 }
 
@@ -52,6 +55,8 @@ inline std::string unwritable(const at::Tensor& tensor, std::string_view FileDty
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
     return "sparse, quantized or without data";
   const FileDtype* dtype = file_dtype(&FileDtype::type, tensor.scalar_type());
+  if (dtype && dtype->type == float4_e2m1fn_x2 && tensor.dim() == 0)
+    return "a scalar of two values in a byte";
   return dtype && !(dtype->*format).empty() ? "" : "of dtype " + dtype_name(tensor.scalar_type());
 }
 

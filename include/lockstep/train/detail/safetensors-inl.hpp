@@ -57,6 +57,10 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
   const FileDtype* known = dtype.empty() ? nullptr : file_dtype(&FileDtype::safetensors, dtype);
   if (known == nullptr && entry.begin <= entry.end) return entry;
   entry.type = known ? known->type : at::kByte;
+  // A file counts values, two of which are one element of a tensor.
+  const bool pairs = known && known->type == float4_e2m1fn_x2;
+  const bool whole = !pairs || (!entry.shape.empty() && entry.shape.back() % 2 == 0);
+  if (pairs && whole) entry.shape.back() /= 2;
   // `span` ignores sizes of 0: strides are computed from it.
   std::optional<std::uint64_t> span = c10::elementSize(entry.type);
   bool empty = false;
@@ -65,11 +69,12 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
     if (span && extent != 0) span = product(*span, static_cast<std::uint64_t>(extent));
     if (span && *span > std::uint64_t{1} << 62) span = std::nullopt;
   }
-  if (!span || entry.begin > entry.end || entry.end - entry.begin != (empty ? 0 : *span))
+  if (!whole || !span || entry.begin > entry.end || entry.end - entry.begin != (empty ? 0 : *span))
     throw CheckpointError(
         detail::formatted("tensor \"{}\" of shape {} and dtype {} has the data_offsets {} and {}, which do "
                           "not fit; restore the file from a copy",
-                          name, shape_text(entry.shape), dtype, entry.begin, entry.end));
+                          name, shape_text(whole_numbers(field("shape", Json::value_t::array), name)), dtype,
+                          entry.begin, entry.end));
   return entry;
 }
 
@@ -200,10 +205,12 @@ LOCKSTEP_INLINE std::string serialize_safetensors(const StateDict& entries,
     if (!metadata.empty()) add(detail::metadata_key, metadata);
     for (const NamedTensor* entry : ordered) {
       const at::Tensor& tensor = entry->tensor;
+      std::vector<std::int64_t> shape = tensor.sizes().vec();
+      if (tensor.scalar_type() == detail::float4_e2m1fn_x2) shape.back() *= 2;
       const std::uint64_t begin = std::exchange(offset, offset + tensor.nbytes());
       add(entry->name,
           {{"dtype", detail::file_dtype(&detail::FileDtype::type, tensor.scalar_type())->safetensors},
-           {"shape", tensor.sizes().vec()},
+           {"shape", shape},
            {"data_offsets", {begin, offset}}});
     }
   } catch (const detail::Json::type_error&) {
