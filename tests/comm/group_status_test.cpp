@@ -47,8 +47,7 @@ class Store {
   void take(GroupStatus& status, int rank) {
     FrameWriter out;
     status.write_marks(out);
-    const std::string frame = out.take();
-    FrameReader in(std::string_view(frame).substr(4));
+    FrameReader in(out.payload());
     while (in.more()) {
       in.text();
       in.integer();

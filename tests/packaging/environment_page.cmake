@@ -7,8 +7,8 @@ set(read_names "")
 foreach(header IN LISTS headers)
   file(READ ${SOURCE}/include/${header} text)
   string(REPLACE ";" "," text "${text}")
-  # A name in quotes, such as "MASTER_ADDR". Of lockstep's own also "LOCKSTEP_TTY=1".
-  string(REGEX MATCHALL "\"[A-Z][A-Z0-9]*_[A-Za-z0-9_]*[A-Z_]\"|\"LOCKSTEP_[A-Z_]+|getenv\\(\"[A-Z_]+" names "${text}")
+  # A name in quotes, such as "MASTER_ADDR", and no dtype of a file, such as "F8_E5M2FNUZ". Of lockstep's own also "LOCKSTEP_TTY=1".
+  string(REGEX MATCHALL "\"[A-Z][A-Z][A-Z0-9]*_[A-Za-z0-9_]*[A-Z_]\"|\"LOCKSTEP_[A-Z_]+|getenv\\(\"[A-Z_]+" names "${text}")
   foreach(name IN LISTS names)
     string(REGEX REPLACE "\"|getenv\\(" "" name "${name}")
     list(APPEND read_names ${name})

@@ -256,7 +256,7 @@ TEST_CASE(
     client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
     client.connection.post(StoreOperation::report, [&](FrameWriter& out) {
       out.text("").text("g").integer(2).text(
-          FrameWriter().integer(5).integer(1).integer(6).integer(hash).take().substr(4));
+          FrameWriter().integer(5).integer(1).integer(6).integer(hash).payload());
     });
     client.check({"k"});  // the server has read it
   };

@@ -38,13 +38,15 @@ struct BytesHeader {
     std::memcpy(data + names_at, name.data(), name.size());
     return row;
   }
-  /// Returns whether the collectives so far are equal in headers [ranks, numbers].
-  static bool same_calls(const at::Tensor& rows) {
+  /// Returns whether headers [ranks, numbers] are equal in the numbers [begin, end).
+  static bool equal(const at::Tensor& rows, std::int64_t begin, std::int64_t end) {
     const auto* data = const_data<std::int64_t>(rows);
     for (std::int64_t at = numbers; at < rows.numel(); at += numbers)
-      if (data[at + 1] != data[1] || data[at + 2] != data[2]) return false;
+      if (!std::equal(data + begin, data + end, data + at + begin)) return false;
     return true;
   }
+  /// Returns whether the collectives so far are equal in headers [ranks, numbers].
+  static bool same_calls(const at::Tensor& rows) { return equal(rows, 1, names_at); }
   /// Returns the lengths in headers [ranks, numbers].
   static std::vector<std::int64_t> lengths(const at::Tensor& rows) {
     const auto* data = const_data<std::int64_t>(rows);
@@ -54,16 +56,11 @@ struct BytesHeader {
   }
   /// Returns the text of different_calls() of headers [ranks, numbers], empty if the names fit each other.
   static std::string different_calls(const at::Tensor& rows, const std::vector<int>& ranks) {
+    if (equal(rows, names_at, numbers)) return {};
     const auto* data = const_data<std::int64_t>(rows);
-    const auto name = [&](std::int64_t row) {
-      return reinterpret_cast<const char*>(data + row * numbers + names_at);
-    };
-    bool equal = true;
-    for (std::int64_t row = 1; row * numbers < rows.numel(); ++row)
-      equal = equal && std::strcmp(name(row), name(0)) == 0;
-    if (equal) return {};
     std::vector<std::string> names;
-    for (std::int64_t row = 0; row * numbers < rows.numel(); ++row) names.emplace_back(name(row));
+    for (std::int64_t at = names_at; at < rows.numel(); at += numbers)
+      names.emplace_back(reinterpret_cast<const char*>(data + at));
     return detail::different_calls(names, ranks);
   }
 };
@@ -78,41 +75,36 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
-/// Fails the group with a MismatchError unless `calls`, a text of different_calls(), is empty.
-inline void require_one_call(BackendGroup& group, const std::string& calls) {
-  if (!calls.empty()) group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
-}
 /// Fails the group with a MismatchError if the headers [ranks, numbers] of `ranks` are of different calls, or if other
 /// collectives have gone before.
 inline void require_one_call(BackendGroup& group, const Call& call, const at::Tensor& headers,
                              const std::vector<int>& ranks) {
-  require_one_call(group, BytesHeader::different_calls(headers, ranks));
+  if (const auto calls = BytesHeader::different_calls(headers, ranks); !calls.empty())
+    group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
   if (!BytesHeader::same_calls(headers)) group.state().fail(group.state().membership().mismatch(call), true);
 }
 
-/// Exchanges bytes through the store, after the name of the public call: returns those of the ranks `from`,
-/// which are all ranks or one. Blocks.
+/// Exchanges bytes through the store, each after its header: returns those of the ranks `from`, which are all ranks or
+/// one. Blocks.
 inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Call& call,
                                                    const std::vector<int>& from, const std::string& own) {
-  const SentName name = sent_name(call.served);
-  std::string header(name.begin(), name.end());
-  append_little_endian(header, group.state().membership().mark().second);
-  const auto work = group.exchange_in_store(call, from, header + own);
+  const at::Tensor header = BytesHeader::of(own.size(), call.served, group.state().membership());
+  const auto work =
+      group.exchange_in_store(call, from, bytes_in(header, static_cast<std::int64_t>(header.nbytes())) + own);
   group.await(call, *work, call.start + group.timeout(), true);
-  std::vector<std::string> all = std::move(work->bytes()), names;
-  bool same_calls = true;
+  std::vector<std::string> all = std::move(work->bytes());
+  std::vector<at::Tensor> headers;
   for (std::string& bytes : all) {
-    names.emplace_back(bytes.c_str());
-    same_calls = same_calls && bytes.substr(name.size(), 8) == header.substr(name.size());
-    bytes.erase(0, header.size());
+    headers.push_back(at::zeros_like(header));
+    bytes.copy(static_cast<char*>(headers.back().data_ptr()), header.nbytes());
+    bytes.erase(0, header.nbytes());
   }
   std::vector<int> ranks = group.state().world_ranks(from);
   if (std::find(from.begin(), from.end(), group.state().rank()) == from.end()) {
-    names.emplace_back(name.data());
+    headers.push_back(header);
     ranks.push_back(group.state().ranks().at(static_cast<std::size_t>(group.state().rank())));
   }
-  require_one_call(group, different_calls(names, ranks));
-  if (!same_calls) group.state().fail(group.state().membership().mismatch(call), true);
+  require_one_call(group, call, at::stack(headers), ranks);
   return all;
 }
 

@@ -274,10 +274,8 @@ class FailureMonitor {
         group->write_marks(marks);
       }
     }
-    connection_->post(
-        StoreOperation::report, [positions = positions.take(), marks = marks.take()](FrameWriter& out) {
-          out.text(std::string_view(positions).substr(4)).raw(std::string_view(marks).substr(4));
-        });
+    connection_->post(StoreOperation::report,
+                      [&](FrameWriter& out) { out.text(positions.payload()).raw(marks.payload()); });
   } catch (const std::exception&) {  // no memory
   }
   /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other

@@ -156,7 +156,7 @@ class GroupStatus {
     marks.integer(sequence_).integer(hash_);
     for (const auto& [sequence, hash] : marks_)
       if (sequence > 0) marks.integer(sequence).integer(hash);
-    out.text(name).integer(ranks.size()).text(marks.take().substr(4));
+    out.text(name).integer(ranks.size()).text(marks.payload());
   }
 
  private:

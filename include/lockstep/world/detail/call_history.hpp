@@ -47,7 +47,7 @@ struct RecordedCall {
   static std::string encode(const std::vector<RecordedCall>& calls) {
     FrameWriter out;
     for (const RecordedCall& one : calls) write_call(out.integer(one.hash).text(one.content), one.call);
-    return out.take().substr(4);
+    return std::string(out.payload());
   }
   static std::vector<RecordedCall> decode(std::string_view bytes) {
     FrameReader in(bytes);
@@ -68,7 +68,7 @@ struct CallDifference {
   std::uint64_t sequence = 0;
 };
 
-/// Compares what the ranks of one communicator report. Its memory is bounded.
+/// Compares what the ranks of one communicator report. It keeps at most 512 hashes.
 class CallComparison {
  public:
   explicit CallComparison(std::size_t ranks) : ranks_(ranks) {}

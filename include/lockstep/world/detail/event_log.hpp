@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/failure.hpp"
@@ -31,7 +30,7 @@ struct Event {
     FrameWriter out;
     out.byte(kind).integer(static_cast<std::uint64_t>(rank)).text(group).text(detail::encode(failure));
     write_call(out, position);
-    return out.take().substr(4);
+    return std::string(out.payload());
   }
   static Event decode(std::string_view bytes) {
     FrameReader in(bytes);
@@ -52,11 +51,11 @@ struct Outcome {
   std::string text = {};  // of a refusal
 
   [[nodiscard]] std::string encode() const {
-    FrameWriter out;
-    return out.byte(kind).integer(static_cast<std::uint64_t>(rank)).text(text).take();
+    return std::string(
+        FrameWriter().byte(kind).integer(static_cast<std::uint64_t>(rank)).text(text).payload());
   }
   static Outcome decode(std::string_view bytes) {
-    FrameReader in(bytes.substr(std::min<std::size_t>(4, bytes.size())));
+    FrameReader in(bytes);
     const auto kind = static_cast<Kind>(std::min<std::uint8_t>(in.byte(), refused));
     const int rank = static_cast<int>(in.integer());
     return {kind, rank, printable(std::string(in.text()))};

@@ -105,7 +105,7 @@ inline std::string encode(const Failure& failure) {
   out.integer(static_cast<std::uint64_t>(failure.time));
   for (const std::string* text : {&failure.host, &failure.type}) out.text(*text);
   write_call(out, failure.call);
-  return out.raw(failure.message).take().substr(4);
+  return std::string(out.raw(failure.message).payload());
 }
 
 /// Decodes a failure. Bytes of another format are the message of an error. Escapes control characters.

@@ -86,14 +86,9 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
     if (hosting) record_end(*store, rank);
   };
   Supervisor supervisor(std::move(supervised));
-  int code = supervisor.run();
+  const int code = supervisor.run();
   if (hosting && !alone) outlive_ranks(*store, plan.size, code == 0);
-  const auto found = code == 0 && hosting ? published_failure(*store) : std::nullopt;
-  if (found && found->kind == FailureKind::mismatch) {
-    std::fprintf(stderr, "error: %s\n", found->message.c_str());  // every rank has ended without knowing
-    code = found->code;
-  }
-  return code;
+  return code == 0 && hosting ? code_of_mismatch(*store) : code;
 }
 
 LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <functional>
@@ -742,6 +743,14 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
 inline std::optional<Failure> published_failure(c10d::Store& store) {
   if (!store.check({store_keys::failure})) return std::nullopt;
   return decode_failure(to_text(store.get(store_keys::failure)));
+}
+
+/// Returns the exit code of a run whose ranks have all ended well: not 0, after an error line, if their calls differ.
+inline int code_of_mismatch(c10d::Store& store) {
+  const auto found = published_failure(store);
+  if (!found || found->kind != FailureKind::mismatch) return 0;
+  std::fprintf(stderr, "error: %s\n", found->message.c_str());
+  return found->code;
 }
 
 /// Keeps the process that hosts the store alive until all ranks have finished: 5 minutes at most, or 2 s if a rank of

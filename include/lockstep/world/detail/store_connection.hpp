@@ -181,9 +181,9 @@ class StoreConnection {
     const auto id = next_id_++;
     frame.integer(id).byte(static_cast<std::uint8_t>(operation));
     fill(frame);
-    if (frame.payload() > max_frame_bytes)
+    if (frame.payload().size() > max_frame_bytes)
       throw StoreRefusal(detail::formatted("a message of {} bytes to the store is too large: {} are allowed",
-                                           frame.payload(), max_frame_bytes));
+                                           frame.payload().size(), max_frame_bytes));
     if (out_.size() > max_frame_bytes)  // requests abandoned before they were sent
       throw StoreTimeout(detail::formatted("the store at {} does not answer in time", name_));
     out_ += frame.take();

@@ -86,11 +86,11 @@ class FrameWriter {
     return *this;
   }
 
-  /// Returns the number of payload bytes so far.
-  [[nodiscard]] std::size_t payload() const { return bytes_.size() - 4; }
+  /// Returns what has been written so far.
+  [[nodiscard]] std::string_view payload() const { return std::string_view(bytes_).substr(4); }
   /// Returns the frame, with its length in front.
   [[nodiscard]] std::string take() {
-    const auto length = static_cast<std::uint32_t>(payload());
+    const auto length = static_cast<std::uint32_t>(payload().size());
     std::memcpy(bytes_.data(), &length, sizeof length);
     return std::move(bytes_);
   }

@@ -307,7 +307,7 @@ class StoreServer {
     if (one == reports_.end() || other == reports_.end()) return settle();
     for (const auto number : {one->second.connection, other->second.connection})
       if (const auto to = connections_.find(number); to != connections_.end())
-        push(*to->second, StorePush::calls, FrameWriter().text(group).take().substr(4));
+        push(*to->second, StorePush::calls, FrameWriter().text(group).payload());
   }
   void settle() {
     const Dispute dispute = *std::exchange(dispute_, std::nullopt);
@@ -525,7 +525,7 @@ class StoreServer {
           Report& known = found->second;
           const auto age = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - known.heard);
           out.integer(static_cast<std::uint64_t>(age.count())).text(known.positions);
-          if (out.payload() > max_frame_bytes) return drop(connection);
+          if (out.payload().size() > max_frame_bytes) return drop(connection);
           const auto to = connections_.find(known.connection);
           if (!std::exchange(known.asked, true) && to != connections_.end())
             push(*to->second, StorePush::question, {});

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <map>
 #include <mutex>
 #include <string>
@@ -394,10 +393,7 @@ LOCKSTEP_INLINE void World::announce_failures() const {
       state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
                                     detail::to_bytes(std::to_string(code)));
     if (code != 0 || !state->rendezvous->hosted_here) return;
-    const auto found = detail::published_failure(*state->rendezvous->store);
-    if (!found || found->kind != FailureKind::mismatch) return;
-    std::fprintf(stderr, "error: %s\n", found->message.c_str());  // a run that has ended without knowing
-    _exit(found->code);
+    if (const int mismatch = detail::code_of_mismatch(*state->rendezvous->store)) _exit(mismatch);
   };
   detail::announce_exit();
   detail::announce_signals(detail::host_name());
