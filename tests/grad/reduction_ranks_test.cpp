@@ -512,7 +512,8 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
     const lockstep::TensorDataset data{
         torch::arange(4. * static_cast<double>(samples)).reshape({-1, 4}).to(torch::kFloat),
         torch::zeros({static_cast<std::int64_t>(samples)})};
-    const std::string text = "batch 2 of a pass in which rank " + std::to_string(world.size() - 1) + " has 1";
+    const std::string text =
+        "batch 2 of a pass is drawn, of which rank " + std::to_string(world.size() - 1) + " has 1";
     const auto run = [&](bool expected, const auto& sampler) {
       warns(0, expected && world.size() > 1 ? text.c_str() : nullptr, [&](Net& net, auto& ddp, auto&) {
         lockstep::DataLoader loader(data, sampler, {.batch_size = 1});
@@ -528,6 +529,18 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
     run(true, lockstep::DistributedSampler(samples, world, {.pad = false}));
     run(false, lockstep::DistributedSampler(samples, world));
     run(true, lockstep::EvaluationSampler(samples, world));
+    // LibTorch's own loader.
+    warns(0, world.size() > 1 ? text.c_str() : nullptr, [&](Net& net, auto& ddp, auto&) {
+      auto loader = torch::data::make_data_loader(
+          torch::data::datasets::TensorDataset({torch::ones({static_cast<std::int64_t>(samples), 4})})
+              .map(torch::data::transforms::Stack<torch::data::TensorExample>()),
+          lockstep::DistributedSampler(samples, world, {.pad = false}), 1);
+      int steps = 0;
+      for (auto& batch : *loader) {
+        ddp.backward(net(batch.data + ++steps + world.rank()).sum());
+      }
+      while (steps++ < 2) ddp.backward_empty();
+    });
     // Ranks that accumulate reduce equally often, here once.
     warns(0, nullptr, [&](Net& net, auto& ddp, auto&) {
       lockstep::DataLoader loader(data, lockstep::DistributedSampler(samples, world, {.pad = false}),

@@ -506,4 +506,23 @@ TEST_CASE("a checkpoint whose ranks have unequal numbers of own parts is refused
   CHECK_THROWS_AS(lockstep::detail::require_own_parts(run, ranks), lockstep::CheckpointError);
 }
 
+TEST_CASE("a saved list of frozen parameters that is none is refused") {
+  const auto loads = [](auto frozen) {
+    const lockstep::detail::RunPosition position;
+    torch::serialize::OutputArchive out;
+    position.save(out);
+    out.write("frozen", c10::IValue(frozen));
+    lockstep::detail::RunPosition read;
+    torch::serialize::InputArchive in = lockstep::detail::archive_of(lockstep::detail::bytes_of(out));
+    read.load(in);
+    return read.frozen;
+  };
+  using List = std::vector<std::int64_t>;
+  CHECK(loads(List{0, 2}) == List{0, 2});
+  CHECK(loads(List{}) == List{});
+  CHECK_THROWS_AS(loads(List{2, 0}), lockstep::CheckpointError);
+  CHECK_THROWS_AS(loads(List{1, 1}), lockstep::CheckpointError);
+  CHECK_THROWS_AS(loads(std::int64_t{3}), lockstep::CheckpointError);
+}
+
 }  // namespace checkpoint_test

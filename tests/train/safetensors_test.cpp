@@ -88,23 +88,32 @@ TEST_CASE("float8 and float4 are read as Python has written them, and written so
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 8
   const std::string fields = R"({"a":{"dtype":"F4","shape":[2,6],"data_offsets":[0,6]}})";
   const auto entries = read(fields, "\0\1\2\3\4\5"s);
+  const auto float4 = at::ScalarType::Float4_e2m1fn_x2;
   CHECK(entries[0].tensor.sizes().equals({2, 3}));
-  CHECK(entries[0].tensor.scalar_type() == at::ScalarType::Float4_e2m1fn_x2);
+  CHECK(entries[0].tensor.scalar_type() == float4);
   CHECK(entries[0].tensor.view(at::kByte).equal(torch::arange(6, at::kByte).view({2, 3})));
   const std::string written = lockstep::serialize_safetensors(entries, {});
   CHECK_THAT(written, ContainsSubstring(R"("dtype":"F4","shape":[2,6])"));
   CHECK(written.ends_with("\0\1\2\3\4\5"s));
-  CHECK(lockstep::deserialize_safetensors(lockstep::serialize_safetensors({{"a", entries[0].tensor.t()}}, {}),
-                                          "a")
-            .tensors[0]
-            .tensor.view(at::kByte)
-            .equal(torch::arange(6, at::kByte).view({2, 3}).t()));
+  const auto wide = torch::arange(64 * 64, at::kByte).view({64, 64});
+  const std::string turned = lockstep::serialize_safetensors({{"a", wide.view(float4).t()}}, {});
+  CHECK(lockstep::deserialize_safetensors(turned, "a").tensors[0].tensor.view(at::kByte).equal(wide.t()));
+  // Half an element at the end of each row: nobody can ask for the tensor.
+  const auto halves = read(R"({"a":{"dtype":"F4","shape":[4,3],"data_offsets":[0,6]}})", "\0\1\2\3\4\5"s);
+  CHECK(!halves[0].tensor.defined());
+  // LibTorch converts it to nothing: a model that asks for it stays as it was.
+  torch::nn::Linear model(2, 2);
+  const auto before = model->bias.detach().clone();
+  const auto taken = read(R"({"bias":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+                          R"("weight":{"dtype":"F4","shape":[2,4],"data_offsets":[8,12]}})",
+                          std::string(12, '\1'));
+  CHECK_THROWS_AS(lockstep::load_state_dict(*model, taken), lockstep::CheckpointError);
+  CHECK(model->bias.equal(before));
   CHECK_THROWS_AS(read(R"({"a":{"dtype":"F4","shape":[3],"data_offsets":[0,2]}})", "\0\1"s),
                   lockstep::CheckpointError);
   CHECK_THROWS_AS(read(R"({"a":{"dtype":"F4","shape":[],"data_offsets":[0,1]}})", "\0"s),
                   lockstep::CheckpointError);
-  CHECK_THROWS_AS(lockstep::serialize_safetensors(
-                      {{"a", torch::zeros({}, at::kByte).view(entries[0].tensor.scalar_type())}}, {}),
+  CHECK_THROWS_AS(lockstep::serialize_safetensors({{"a", torch::zeros({}, at::kByte).view(float4)}}, {}),
                   lockstep::UsageError);
 #endif
 }

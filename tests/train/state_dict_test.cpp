@@ -460,10 +460,20 @@ TEST_CASE("an entry that nobody asks for is read or skipped, and one that is ref
   for (const char* skipped :
        {"c__builtin__\nset\n]K\x01"
         "a\x85R",
-        "ctorch\nfloat32\n", "ctorch\nSize\nK\x01\x85\x85R", "c__builtin__\ncomplex\nK\x01K\x02\x86R"}) {
+        "ctorch\nfloat32\n", "ctorch\nSize\nK\x01\x85\x85R", "c__builtin__\ncomplex\nK\x01K\x02\x86R",
+        "ctorch.cuda\nFloatTensor\n", "ctorch.cuda.sparse\nFloatTensor\n", "ctorch\nFloatStorage\n",
+        "ccollections\nOrderedDict\n", "ctorch\nFloatStorage\n\x85", "\x8f"}) {
     INFO(skipped);
     CHECK(read(skipped).isNone());
   }
+  CHECK(read("ccollections\nOrderedDict\n)R}U\x04noteK\x01sb").toGenericDict().empty());  // an attribute
+  CHECK(read("U\x02hi").toStringRef() == "hi");
+  CHECK_THROWS_WITH(
+      lockstep::unpickle_state(file(")" + std::string(70, '\x85')), "a.pt"),
+      ContainsSubstring("in ['lr_scheduler']['milestones']: its values are nested more than 64"));
+  CHECK_THROWS_WITH(
+      lockstep::unpickle_state(file(")" + std::string(63, '\x85')), "a.pt"),
+      ContainsSubstring("in ['lr_scheduler']['milestones']: its values are nested more than 64"));
   CHECK_THROWS_WITH(
       lockstep::unpickle_state(file("cargparse\nNamespace\n)\x81}b"), "a.pt"),
       ContainsSubstring("in ['lr_scheduler']['milestones']: it holds an object of 'argparse.Namespace'"));

@@ -22,6 +22,7 @@
 
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/const_data.hpp"
+#include "lockstep/detail/drawn_batch.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -240,8 +241,7 @@ class PassSampler : public torch::data::samplers::Sampler<> {
     position_ += std::min(count, size() - position_);
   }
 
-  /// Returns the number of this rank's samples in the pass. For a resumed pass, counts only the remaining
-  /// samples.
+  /// Returns the number of this rank's samples in the pass. For a resumed pass, counts only the remaining samples.
   [[nodiscard]] virtual std::size_t size() const = 0;
   /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
   [[nodiscard]] std::size_t position() const { return skipped_ + position_; }
@@ -281,10 +281,9 @@ class PassSampler : public torch::data::samplers::Sampler<> {
   bool resumed_ = false;
 };
 
-/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the
-/// order `o`, rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order
-/// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
-/// last sample (`pad = false`).
+/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the order `o`,
+/// rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order is repeated from its
+/// head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a last sample (`pad = false`).
 ///
 /// Saves the number of samples that all ranks together have consumed, so that another number of ranks can
 /// resume the epoch: no sample is lost or seen twice.
@@ -299,6 +298,16 @@ class StridedSampler : public PassSampler {
   /// Returns the epoch that the next `reset()` starts.
   [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
 
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    if (position_ == 0) ++passes_;
+    auto indices = PassSampler::next(batch_size);
+    // For loaders of others: lockstep's says which batch the program has.
+    const auto batches = [&](std::size_t samples) { return (samples + batch_size - 1) / batch_size; };
+    drawn_batch = {};
+    if (indices)
+      drawn_batch = {batches(position_), batches(size_of(world_size_ - 1)), world_size_, 0, passes_};
+    return indices;
+  }
   [[nodiscard]] std::size_t size() const override { return size_of(rank_); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
@@ -374,6 +383,7 @@ class StridedSampler : public PassSampler {
 
   SamplerOptions options_;
   int rank_, world_size_;
+  std::size_t passes_ = 0;
 };
 
 }  // namespace detail
@@ -523,8 +533,7 @@ struct RandomSamplerOptions {
   /// Generator to draw from, as in Python's DataLoader(generator=g). Undefined means the default generator,
   /// which `torch::manual_seed` seeds.
   at::Generator generator = {};
-  /// Draw a number before each pass, as a DataLoader does. False gives the order of Python's bare
-  /// RandomSampler.
+  /// Draw a number before each pass, as a DataLoader does. False gives the order of Python's bare RandomSampler.
   bool draw_base_seed = true;
 };
 

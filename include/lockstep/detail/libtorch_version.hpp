@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
 
-/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any
-/// version.
+/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any version.
 class ClonableStore : public c10d::Store {
  public:
   virtual c10::intrusive_ptr<c10d::Store> clone() = 0;
@@ -49,8 +49,7 @@ auto all_to_all_single(Backend& backend, Tensor& to, Tensor& from) {
     return backend.alltoall_base(to, from, even, even);
 }
 
-/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had
-/// c10d::Backend::split.
+/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had c10d::Backend::split.
 template <class Backend>
 bool splits(const Backend& backend) {
   if constexpr (requires { backend.supportsSplitting(); })
@@ -115,5 +114,10 @@ inline constexpr at::ScalarType float4_e2m1fn_x2 = []<class Type>(Type none) {
   if constexpr (requires { Type::Float4_e2m1fn_x2; }) return Type::Float4_e2m1fn_x2;
   return none;
 }(at::ScalarType::Undefined);
+
+/// Returns a tensor of the same bytes that LibTorch can copy: it has no kernel for float4.
+inline at::Tensor copyable(const at::Tensor& tensor) {
+  return tensor.scalar_type() == float4_e2m1fn_x2 ? tensor.view(at::kByte) : tensor;
+}
 
 }  // namespace lockstep::detail

@@ -36,9 +36,8 @@ struct Gradients {
 
 // Extras: arguments of a Trainer's constructor, at most one of each concept.
 
-/// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration
-/// order, frozen ones included, a tied one once, without those in DdpOptions::ignored. Called once, on every
-/// rank.
+/// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration order, frozen
+/// ones included, a tied one once, without those in DdpOptions::ignored. Called once, on every rank.
 template <class E>
 concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
@@ -271,9 +270,8 @@ struct EpochReport {
   std::vector<std::pair<std::string_view, Total>> losses = {};
 };
 
-/// A callback after each epoch, on every rank: `on_epoch(report)`, or `on_epoch(report, comm)` with the
-/// Trainer's communicator. It may evaluate, save and log. If it returns FitAction::stop, `fit` returns after
-/// this epoch.
+/// A callback after each epoch, on every rank: `on_epoch(report)`, or `on_epoch(report, comm)` with the Trainer's
+/// communicator. It may evaluate, save and log. If it returns FitAction::stop, `fit` returns after this epoch.
 template <class E>
 concept EpochCallback = requires(E& callback, const EpochReport& report) {
   callback.on_epoch(report);
@@ -331,8 +329,7 @@ auto call_callback([[maybe_unused]] E& callback, const EpochReport& report, [[ma
     return callback.on_epoch(report);
 }
 
-// A class has a member of a name if the lookup is ambiguous in a class derived from it and from MemberNames. In a
-// final class, only a member that is no template and has no overloads is found.
+// A class has a member of a name if the lookup is ambiguous in a class derived from it and from MemberNames.
 struct MemberNames {
   int on_gradients, on_step, on_profile, on_epoch_start, on_epoch;
 };
@@ -349,19 +346,23 @@ constexpr bool checked_callback() {
   using Members = WithMemberNames<Class>;
   // clang-format off
   constexpr bool gradients = GradientCallback<Callback> ||
-      (requires { &Members::on_gradients; } && !requires { &Class::on_gradients; });
+      requires { &Members::on_gradients; };
   constexpr bool profile = ProfileCallback<Callback> ||
-      (requires { &Members::on_profile; } && !requires { &Class::on_profile; });
+      requires { &Members::on_profile; };
   constexpr bool step = StepCallback<Callback> ||
-      (requires { &Members::on_step; } && !requires { &Class::on_step; }) ||
+      requires { &Members::on_step; } ||
       requires(Callback& call, const StepReport& report, Comm& comm) { call.on_step(report, comm); };
   constexpr bool start = EpochStartCallback<Callback> ||
-      (requires { &Members::on_epoch_start; } && !requires { &Class::on_epoch_start; }) ||
+      requires { &Members::on_epoch_start; } ||
       requires(Callback& call, const EpochPlan& plan, Comm& comm) { call.on_epoch_start(plan, comm); };
   constexpr bool epoch = EpochCallback<Callback> ||
-      (requires { &Members::on_epoch; } && !requires { &Class::on_epoch; }) ||
+      requires { &Members::on_epoch; } ||
       requires(Callback& call, const EpochReport& report, Comm& comm) { call.on_epoch(report, comm); };
   // clang-format on
+  static_assert(
+      !std::is_final_v<Class>,
+      "lockstep: the class of a callback is final, so that a member of a wrong form would not be found: "
+      "remove final");
   static_assert(gradients,
                 "lockstep: on_gradients of a callback takes const Gradients&: fit would not call it");
   static_assert(profile,
@@ -376,7 +377,7 @@ constexpr bool checked_callback() {
   static_assert(epoch,
                 "lockstep: on_epoch of a callback takes const EpochReport&, and the communicator if it "
                 "likes: fit would not call it");
-  return gradients && profile && step && start && epoch;
+  return !std::is_final_v<Class> && gradients && profile && step && start && epoch;
 }
 
 /// Whether the callback can stop `fit` at this event.
@@ -458,8 +459,7 @@ class CheckFinite {
       for (const std::string& there : agree(comm, [&] { return std::to_string(first); }))
         first = std::min<std::size_t>(first, std::stoull(there));
     if (first == watched_.size()) return;
-    // A hook may spread a NaN over its bucket, so the error names a gradient that was not finite before the
-    // reduction.
+    // A hook may spread a NaN over its bucket, so the error names a gradient that was not finite before the reduction.
     const std::vector<std::string> own = agree(comm, [&] { return first_of_own(); });
     std::size_t culprit = watched_.size();
     for (const std::string& found : own)

@@ -21,7 +21,10 @@ struct UnsureSize : lockstep::TensorDataset {
   using TensorDataset::TensorDataset;
   std::size_t size() { return 8; }  // of a const dataset it cannot be asked
 };
-struct WrongEpoch final {
+struct Final final {
+  void on_step(const lockstep::StepReport&) {}
+};
+struct WrongEpoch {
   void on_step(const lockstep::StepReport&) {}
   void on_epoch(int) {}
 };
@@ -46,6 +49,7 @@ void program(const lockstep::World& world) {
   const UnsureSize unsure(torch::ones({8, 6}), torch::zeros({8}));
   trainer.fit(unsure, loss);
   trainer.fit(data, loss, WrongEpoch{});
+  trainer.fit(data, loss, Final{});
   trainer.fit(data, loss, WrongOthers<int>{});
   lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>&) { return 3; }}.make_optimizer({});
   lockstep::RateSchedule{[](std::int64_t) { return 1.0; }}.rate_factor(0, 0);

@@ -37,11 +37,14 @@ class LoopCheck {
   /// accumulated: ranks with unequal numbers of batches may then reduce equally often.
   template <class Comm>
   void begin_backward(const Comm& comm) {
-    if (std::exchange(accumulates_, false) || drawn_batch.number <= drawn_batch.fewest ||
-        drawn_batch.ranks != comm.size() || comm.rank() != 0 || std::exchange(warned_of_batch_, true))
+    // A loader may have drawn batches ahead, or one that it drops.
+    if (drawn_batch.number < last_.number || drawn_batch.pass != last_.pass) reductions_ = 0;
+    last_ = drawn_batch;
+    if (std::exchange(accumulates_, false) || ++reductions_ <= last_.fewest || last_.number <= last_.fewest ||
+        last_.ranks != comm.size() || comm.rank() != 0 || std::exchange(warned_of_batch_, true))
       return;
     comm.world().log.all().warning(
-        "this is batch {} of a pass in which rank {} has {}: unless that rank now calls backward_empty, it "
+        "batch {} of a pass is drawn, of which rank {} has {}: unless that rank now calls backward_empty, it "
         "averages a batch of its next pass with this one, or this rank waits for ever. Pad or drop_last, so "
         "that all ranks have equally many, or call backward_sum on every rank, with count 0 at the end",
         drawn_batch.number, drawn_batch.ranks - 1, drawn_batch.fewest);
@@ -66,6 +69,8 @@ class LoopCheck {
 
   bool accumulates_ = false, watches_ = false, warned_of_step_ = false, warned_of_batch_ = false;
   std::uint64_t before_ = 0;
+  DrawnBatch last_{};           // at the last backward
+  std::size_t reductions_ = 0;  // in its pass
 };
 
 }  // namespace lockstep::detail

@@ -27,6 +27,7 @@
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -51,10 +52,9 @@ class MemoryReader : public caffe2::serialize::ReadAdapterInterface {
   std::string_view bytes_;
 };
 
-/// Verifies the CRC-32 of each record of an archive. LibTorch writes these checksums, and its reader ignores
-/// them. The records must lie in the archive without overlaps. A compressed record, which holds code, has at
-/// most 64 MiB. Throws CheckpointError with the offset of the damage or truncation, or if the
-/// bytes are not an archive.
+/// Verifies the CRC-32 of each record of an archive. LibTorch writes these checksums, and its reader ignores them. The
+/// records must lie in the archive without overlaps. A compressed record, which holds code, has at most 64 MiB. Throws
+/// CheckpointError with the offset of the damage or truncation, or if the bytes are not an archive.
 inline void check_archive(std::string_view bytes) {
   if (!bytes.starts_with("PK\3\4")) throw CheckpointError("it is no archive that LibTorch wrote");
   const auto refuse = [](std::uint64_t offset, const std::string& what) {
@@ -257,7 +257,7 @@ struct MatchedTensors {
 
   void copy() const {
     const at::NoGradGuard no_grad;
-    for (const auto& [own, value] : pairs) own.copy_(value);
+    for (const auto& [own, value] : pairs) copyable(own).copy_(copyable(value));
   }
 };
 
@@ -287,8 +287,9 @@ inline MatchedTensors match_tensors(const std::vector<NamedTensor>& own,
     found->second.second = true;
     const at::Tensor& value = found->second.first->tensor;
     if (value.defined() && value.sizes() == tensor.sizes() &&
-        (archive ? value.scalar_type() == tensor.scalar_type()
-                 : c10::canCast(value.scalar_type(), tensor.scalar_type())))
+        (value.scalar_type() == tensor.scalar_type() ||
+         (!archive && c10::canCast(value.scalar_type(), tensor.scalar_type()) &&
+          value.scalar_type() != float4_e2m1fn_x2 && tensor.scalar_type() != float4_e2m1fn_x2)))
       matched.pairs.emplace_back(tensor, value);
     else
       misshapen.push_back(formatted("\"{}\" is {} in the {} and {} in the model", name,

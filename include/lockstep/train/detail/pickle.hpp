@@ -112,13 +112,14 @@ class PickleReader {
     }
     if (stack_.size() != 1 || !marks_.empty()) refuse("it does not end with one value");
     const Container* whole = container_of(stack_.back());
-    if (stack_.back().isCapsule() || (whole && whole->symbols)) refuse(no_value);
+    if (stack_.back().isCapsule() || (whole && whole->symbols))
+      refuse("a class, a function or a storage is no value of a state dict");
     return stack_.back();
   }
 
  private:
   using Values = std::vector<c10::IValue>;
-  static constexpr const char* no_value = "a class, a function or a storage is no value of a state dict";
+
   /// A global, as "module\nname", or the key of a storage. Not part of a result.
   struct Symbol : torch::CustomClassHolder {
     explicit Symbol(std::string_view name) : name(name) {}
@@ -141,23 +142,24 @@ class PickleReader {
   /// Returns the entry that is being read, such as "['optimizer']['state']".
   [[nodiscard]] std::string place() const {
     std::string text;
-    const auto add = [&](std::size_t i) {
-      const c10::IValue& key = stack_[i];
+    const auto add = [&](const c10::IValue& key) {
       if (key.isInt()) text += formatted("[{}]", key.toInt());
       if (key.isString()) text += formatted("['{}']", key.toStringRef().substr(0, 100));
     };
-    bool named = false;  // the innermost
+    bool named = false;                                          // the innermost
+    const std::size_t top = stack_.size() - (setting_ ? 1 : 0);  // without the dict that is given an item
     for (std::size_t i = 0; i < marks_.size(); ++i) {
-      const std::size_t end =
-          i + 1 < marks_.size() ? std::max(marks_[i + 1], marks_[i] + 1) - 1 : stack_.size();
+      const std::size_t end = i + 1 < marks_.size() ? std::max(marks_[i + 1], marks_[i] + 1) - 1 : top;
       const bool in_dict = marks_[i] > 0 && stack_[marks_[i] - 1].isGenericDict();
       named = in_dict && end > marks_[i] && (end - marks_[i]) % 2 == 1;
-      if (named) add(end - 1);
+      if (named) add(stack_[end - 1]);
     }
     const std::size_t size = stack_.size();  // a dict of one entry has no mark
-    if (!named && size >= 2 && stack_[size - 2].isGenericDict() &&
-        (marks_.empty() || marks_.back() + 2 <= size))
-      add(size - 1);
+    if (setting_)
+      add(*setting_);
+    else if (!named && size >= 2 && stack_[size - 2].isGenericDict() &&
+             (marks_.empty() || marks_.back() + 2 <= size))
+      add(stack_[size - 1]);
     return text;
   }
 
@@ -217,6 +219,10 @@ class PickleReader {
         return push(std::bit_cast<double>(big_endian<std::uint64_t>(take(8))));
       case 'X':
         return push(std::string(take(number<std::uint32_t>())));
+      case 'U':
+        return push(std::string(take(number<std::uint8_t>())));
+      case '\x8f':
+        return push({});  // a set
       case '}':
         return static_cast<void>(push_container(new_dict()));
       case ']':
@@ -294,6 +300,12 @@ class PickleReader {
     if (outer.depth > nesting_limit)
       refuse(detail::formatted("its values are nested more than {} deep", nesting_limit));
   }
+  /// Accounts for an item of a dict or list. A class, a function or a storage is None.
+  void enter_item(Container& outer, c10::IValue& value) {
+    const Container* inner = container_of(value);
+    if (value.isCapsule() || (inner && inner->symbols)) value = {};
+    enter(outer, value);
+  }
   void push_tuple(Values values) {
     Container tuple{.closed = true};
     for (const c10::IValue& value : values) enter(tuple, value);
@@ -310,24 +322,25 @@ class PickleReader {
   void set_items(Values items) {
     if (items.size() % 2 != 0) refuse("a dict has a key without a value");
     Container& outer = open_container(/*dict=*/true);
+
     c10::impl::GenericDict dict = stack_.back().toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
       if (!items[i].isString() && !items[i].isInt())
         continue;  // no state dict needs it, and IValue has no such dict
-      enter(outer, items[i + 1]);
+      setting_ = &items[i];
+      enter_item(outer, items[i + 1]);
       if (!dict.insert(items[i], std::move(items[i + 1])).second)
         refuse(detail::formatted("a dict has the key {} twice", key_text(items[i])));
     }
-    if (outer.symbols) refuse(no_value);
+    setting_ = nullptr;
   }
   void append(Values items) {
     Container& outer = open_container(/*dict=*/false);
     c10::impl::GenericList list = stack_.back().toList();
     for (c10::IValue& item : items) {
-      enter(outer, item);
+      enter_item(outer, item);
       list.push_back(std::move(item));
     }
-    if (outer.symbols) refuse(no_value);
   }
 
   void push_symbol(std::string_view name) {
@@ -345,10 +358,10 @@ class PickleReader {
         "torch._utils\n_rebuild_parameter"};
     static constexpr std::array<std::string_view, 4> skipped{"__builtin__\nset", "__builtin__\ncomplex",
                                                              "__builtin__\nbytearray", "_codecs\nencode"};
-    static constexpr std::array<std::string_view, 6> skipped_modules{
+    static constexpr std::array<std::string_view, 9> skipped_modules{
         // layouts, dtypes, rare tensors
-        "torch",        "torch._tensor", "torch._utils", "torch.nn.parameter", "torch.serialization",
-        "torch.storage"};
+        "torch",         "torch._tensor", "torch._utils", "torch.nn.parameter", "torch.serialization",
+        "torch.storage", "torch.cuda",    "torch.sparse", "torch.cuda.sparse"};
     const auto in = [](const auto& names, std::string_view one) {
       return std::find(names.begin(), names.end(), one) != names.end();
     };
@@ -428,7 +441,7 @@ class PickleReader {
       push(lazy ? c10::IValue() : c10::IValue(tensor_of(call[1])));
     } else if (function == "torch._utils\n_rebuild_parameter") {
       push(elements_of(call[1], 3, "a parameter")[0]);
-      if (!stack_.back().isTensor()) refuse("a parameter has no tensor");
+      if (!stack_.back().isTensor() && !stack_.back().isNone()) refuse("a parameter has no tensor");
     } else {
       refuse("it calls a class of storages");
     }
@@ -462,20 +475,19 @@ class PickleReader {
     return at::empty({0}, storage.options()).set_(storage.storage(), offset, shape, strides);
   }
 
-  /// Skips the attributes of an OrderedDict: `_metadata`, the versions of the modules' classes.
+  /// Skips the attributes of an OrderedDict, such as `_metadata`, the versions of the modules' classes.
   void build(const c10::IValue& attributes) {
     if (!stack_.empty() && stack_.back().isNone()) return;  // skipped itself
     open_container(/*dict=*/true);
-    if (!attributes.isGenericDict() || attributes.toGenericDict().size() != 1 ||
-        !attributes.toGenericDict().contains("_metadata"))
-      refuse("a dict has attributes other than _metadata");
+    if (!attributes.isGenericDict()) refuse("a dict has attributes that are no dict");
   }
 
   std::string_view bytes_;
   caffe2::serialize::PyTorchStreamReader& archive_;
   std::size_t next_ = 0, at_ = 0;
   Values stack_;
-  std::vector<std::size_t> marks_;  // the stack's sizes
+  const c10::IValue* setting_ = nullptr;  // the key of the item that a dict is given
+  std::vector<std::size_t> marks_;        // the stack's sizes
   std::unordered_map<std::uint32_t, c10::IValue> memo_;
   std::unordered_map<const void*, Container> containers_;
   std::unordered_map<std::string, at::Tensor> storages_;

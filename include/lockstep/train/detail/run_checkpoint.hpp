@@ -39,8 +39,12 @@ struct RunPosition {
     if (!std::all_of(read.rates.begin(), read.rates.end(),
                      [](double r) { return r >= 0 && std::isfinite(r); }))
       refuse_archive("rates");
-    if (c10::IValue indices; archive.try_read("frozen", indices) && indices.isIntList())
-      read.frozen = indices.toIntVector();
+    if (c10::IValue indices; archive.try_read("frozen", indices)) {
+      if (indices.isIntList()) read.frozen = indices.toIntVector();
+      if (!read.frozen || std::adjacent_find(read.frozen->begin(), read.frozen->end(),
+                                             std::greater_equal()) != read.frozen->end())
+        refuse_archive("frozen");
+    }
     *this = read;
   }
 
@@ -232,6 +236,10 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       torch::serialize::InputArchive model = read_archive(archive, checkpoint_model);
       tensors = match_tensors(run.model, model);
       read_part(archive, "position", position);
+      const auto parameters = static_cast<std::int64_t>(run.ddp.named_parameters().size());
+      if (position.frozen && !position.frozen->empty() &&
+          (position.frozen->front() < 0 || position.frozen->back() >= parameters))
+        refuse_archive("position.frozen");
       const std::vector<RankState> ranks = read_ranks(archive);
       state = state_of_rank(ranks, run.comm.rank(), run.comm.size());
       require_own_parts(run, ranks);

@@ -59,8 +59,6 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
   entry.type = known ? known->type : at::kByte;
   // A file counts values, two of which are one element of a tensor.
   const bool pairs = known && known->type == float4_e2m1fn_x2;
-  const bool whole = !pairs || (!entry.shape.empty() && entry.shape.back() % 2 == 0);
-  if (pairs && whole) entry.shape.back() /= 2;
   // `span` ignores sizes of 0: strides are computed from it.
   std::optional<std::uint64_t> span = c10::elementSize(entry.type);
   bool empty = false;
@@ -69,12 +67,17 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
     if (span && extent != 0) span = product(*span, static_cast<std::uint64_t>(extent));
     if (span && *span > std::uint64_t{1} << 62) span = std::nullopt;
   }
-  if (!whole || !span || entry.begin > entry.end || entry.end - entry.begin != (empty ? 0 : *span))
+  if (pairs && !empty && span) span = *span % 2 == 0 ? std::optional(*span / 2) : std::nullopt;
+  if (!span || entry.begin > entry.end || entry.end - entry.begin != (empty ? 0 : *span))
     throw CheckpointError(
         detail::formatted("tensor \"{}\" of shape {} and dtype {} has the data_offsets {} and {}, which do "
                           "not fit; restore the file from a copy",
-                          name, shape_text(whole_numbers(field("shape", Json::value_t::array), name)), dtype,
-                          entry.begin, entry.end));
+                          name, shape_text(entry.shape), dtype, entry.begin, entry.end));
+  // As in Python, a tensor has no half elements: nobody can ask for it.
+  if (pairs && entry.shape.back() % 2 != 0)
+    entry.type = at::ScalarType::Undefined;
+  else if (pairs)
+    entry.shape.back() /= 2;
   return entry;
 }
 
@@ -229,7 +232,7 @@ LOCKSTEP_INLINE std::string serialize_safetensors(const StateDict& entries,
   detail::append_little_endian(bytes, std::uint64_t{header.size()});
   bytes += header;
   for (const NamedTensor* entry : ordered) {
-    const at::Tensor tensor = detail::written_values(entry->tensor).contiguous();
+    const at::Tensor tensor = detail::written_values(detail::copyable(entry->tensor)).contiguous();
     if (tensor.nbytes() != 0)
       bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
   }
