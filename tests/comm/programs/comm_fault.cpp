@@ -51,8 +51,7 @@ void say_when(std::chrono::steady_clock::time_point start) {
   std::cerr << "TimeoutError after " << took.count() << " ms" << std::endl;
 }
 
-// Calls of which none may hold up the program for longer than its timeout, although the store does not
-// answer.
+// Calls of which none may hold up the program for longer than its timeout, although the store does not answer.
 int run_stopped(const lockstep::World& world, const std::string& call, int culprit) {
   lockstep::GlooOptions options;
   options.timeout = 3s;
@@ -156,8 +155,8 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     using lockstep::detail::Membership;
     Membership group(world, {0, 1, 2}, "test/farewell", 5min);
     group.join("");
-    group.depart();
     if (mine) raise(SIGKILL);
+    group.depart(Membership::making());
     group.farewell(Membership::making());
     std::cout << "left" << std::endl;
     return 0;

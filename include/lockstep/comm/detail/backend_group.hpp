@@ -138,9 +138,9 @@ class StoreExchange : public c10d::Work {
 /// device, which does not return while another rank is missing. The thread waits for the oldest operation as
 /// await() does, and so stores the error of a failed rank or of the timeout, and ends the operations.
 ///
-/// The destructor of a backend may wait for all works in flight, up to its timeout. So the group gives up its
-/// backend only after every rank has said farewell. In every other case the backend leaks: the process is
-/// about to end, and its sockets with it.
+/// The destructor of a backend may wait for all works in flight, up to its timeout. So the group gives up its backend
+/// only after every rank has left. In every other case the backend leaks: the process is about to end, and its sockets
+/// with it.
 class BackendGroup {
  public:
   using Clock = std::chrono::steady_clock;
@@ -356,8 +356,8 @@ class BackendGroup {
   void shutdown() {
     if (state_.closed() || state_.failed()) return;
     const Call call = state_.message("shutdown", {}, 0);
-    membership().depart();
-    state_.close();
+    state_.close();  // what throws below is not called again
+    membership().depart(call);
     if (finish_works(call)) membership().farewell(call);
   }
 

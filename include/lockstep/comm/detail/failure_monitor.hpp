@@ -198,10 +198,18 @@ class FailureMonitor {
              .group = group.name,
              .failure = {.rank = rank_, .message = text, .time = monotonic_nanoseconds()}});
   }
-  /// Announces to every rank that this rank leaves a group gracefully.
-  void publish_departure(const GroupStatus& group) noexcept {
+  /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
+  /// `until`.
+  bool publish_departure(const GroupStatus& group, Clock::time_point until) try {
     report();
-    publish({.kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()});
+    const Event event{
+        .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
+    connection_->request(
+        StoreOperation::publish, until, [&](FrameWriter& out) { out.text(event.encode()); },
+        [this] { return failed_elsewhere(); });
+    return true;
+  } catch (const std::runtime_error&) {
+    return Clock::now() < until;  // another rank has failed, or the store is gone
   }
   /// Records in the store that this rank has made a communicator. Does not block.
   void publish_connected() noexcept {

@@ -398,44 +398,26 @@ class Membership {
   }
 
   /// Announces to the other ranks that this rank leaves gracefully.
-  void depart() {
-    if (monitor_) monitor_->publish_departure(*status_);
+  void depart(const Call& call) {
+    if (monitor_ && !monitor_->publish_departure(*status_, call.start + timeout_)) throw_store_timeout(call);
   }
-  /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said farewell,
-  /// or once every rank has left the group or ended, some of them without a farewell. Throws TimeoutError if the store
-  /// does not answer within the timeout, and on the hosting rank if a rank that still answers has not left.
+  /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a rank
+  /// that still answers has not left.
   void farewell(const Call& call) {
     if (!monitor_) return;
-    const bool last_to_leave = world_.hosts_store();
-    if (!last_to_leave) monitor_->remove(status_.get());
-    at_store(call, [size = size()](c10d::Store& store) {
-      if (store.add(store_keys::farewells, 1) == size) store.set(store_keys::all_gone, std::string("1"));
-      return true;
-    });
-    if (!last_to_leave) return;
-    for (int deserted = 0;;) {
-      const auto end = Clock::now() + std::chrono::seconds(2);
-      for (auto pause = first_pause; Clock::now() < end; pause = std::min(2 * pause, last_pause)) {
-        if (monitor_->ended(name())) return;
-        if (holds(call, store_keys::all_gone, end).value_or(false)) return;
-        std::this_thread::sleep_for(pause);
-      }
-      const auto answers = monitor_->ask(*status_, answer_timeout, std::chrono::seconds(5));
+    if (!world_.hosts_store()) return monitor_->remove(status_.get());
+    for (;;) {
+      const auto version = monitor_->version();
       const auto gone = monitor_->departed(name());
       std::vector<std::string> staying;
-      for (const int rank : ranks()) {
-        if (rank == world_.rank()) continue;
-        const auto answer = answers.positions.find(rank);
-        if (answer == answers.positions.end()) {
-          if (!gone.contains(rank) && answers.conclusive) return;  // the rank has failed
-          if (!gone.contains(rank)) staying.push_back(std::to_string(rank));
-        } else if (!gone.contains(rank) || answer->second.operation != no_operation) {
-          staying.push_back(std::to_string(rank));
-        }
+      for (const int rank : ranks())
+        if (rank != world_.rank() && !gone.contains(rank)) staying.push_back(std::to_string(rank));
+      if (staying.empty() || monitor_->ended(name())) return;
+      monitor_->await_news(version, std::chrono::seconds(2));
+      if (monitor_->version() == version) {
+        const auto answers = monitor_->ask(*status_, answer_timeout, std::chrono::seconds(5));
+        if (answers.conclusive && !silent(call, answers).empty()) return;  // the rank has failed
       }
-      // Ranks that have left the group may still be writing their farewell.
-      deserted = staying.empty() ? deserted + 1 : 0;
-      if (deserted == 2) return;
       if (Clock::now() >= call.start + timeout_)
         throw TimeoutError(
             detail::formatted(
@@ -475,9 +457,6 @@ class Membership {
 
   // How long the monitor of another rank may take to answer.
   static constexpr std::chrono::milliseconds answer_timeout{1500};
-  // The pauses between two looks for a key.
-  static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
-
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
   // Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer".
   [[nodiscard]] std::string making_text(const Call& call) const {
@@ -516,11 +495,6 @@ class Membership {
         ": {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off from rank "
         "{}: look there, or at the network between them",
         store_text(world_.environment()), world_.rank());
-  }
-
-  // Returns whether a key is in the store, std::nullopt if that is unknown at `until`.
-  std::optional<bool> holds(const Call& call, const std::string& key, Clock::time_point until) {
-    return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });
   }
 
   // Returns the ranks that `call` needs and that have not answered. One that has left the group in good order needs not
@@ -573,8 +547,11 @@ class Membership {
         std::chrono::milliseconds(500), std::chrono::microseconds(50) * signs.size() * size());
     auto next_look = call.start + interval;
     auto next_warning = call.start + first_warning();
-    for (auto pause = first_pause; !holds(call, key, call.start + timeout_).value_or(false);
-         pause = std::min(2 * pause, last_pause)) {
+    const auto holds = [&](const std::string& key, Clock::time_point until) {
+      const auto wait = [&](c10d::Store& store) { return store.wait({key}), true; };
+      return at_store_until(call, until, wait).value_or(false);
+    };
+    while (!holds(key, std::min({call.start + timeout_, next_look, next_warning}))) {
       throw_if_failed(call);
       const auto now = Clock::now();
       const bool over = now >= call.start + timeout_, warns = now >= next_warning;
@@ -587,7 +564,7 @@ class Membership {
           names.push_back(std::to_string(ranks()[rank]));
           const auto exit_code = exit_code_of(call, ranks()[rank]);
           // It may have given its sign after the look above, and ended.
-          if (!exit_code || holds(call, signs[rank], soon()).value_or(true)) continue;
+          if (!exit_code || holds(signs[rank], Clock::now() + std::chrono::milliseconds(100))) continue;
           if (*exit_code != 0) {  // the rank has published its reason before
             (void)monitor_->await_failure(std::chrono::milliseconds(500));
             throw_if_failed(call);
@@ -611,7 +588,6 @@ class Membership {
         if (warns) next_warning = call.start + 2 * (now - call.start);
         next_look = Clock::now() + interval;
       }
-      std::this_thread::sleep_for(pause);
     }
   }
 

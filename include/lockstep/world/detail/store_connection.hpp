@@ -99,8 +99,7 @@ class StoreConnection {
     bound_ = true;
   }
 
-  /// Returns the numeric address of each end.
-  [[nodiscard]] std::string server_address() const { return peer_.text(); }
+  /// Returns the numeric address of this end.
   [[nodiscard]] std::string own_address() const { return own_.text(); }
   [[nodiscard]] bool within_host() const { return peer_.loopback() || peer_.text() == own_.text(); }
 

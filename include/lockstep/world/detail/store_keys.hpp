@@ -74,8 +74,7 @@ inline constexpr const char* all_joined = "all here";
 inline std::string joined_rank(int rank) {
   return formatted("here/{}", rank);
 }
-inline constexpr const char* farewells = "farewells";
-inline constexpr const char* all_gone = "all gone";
+
 /// An exchange of bytes over the store.
 inline std::string bytes(std::uint64_t sequence) {
   return formatted("bytes/{}", sequence);
