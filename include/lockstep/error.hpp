@@ -115,8 +115,7 @@ struct MismatchError : Error {
   using Error::Error;
 };
 
-/// A dataset, its files or a batch are invalid. For a file the message names the file, the offset and the
-/// expectation.
+/// A dataset, its files or a batch are invalid. For a file the message names the file, the offset and the expectation.
 struct DataError : Error {
   using Error::Error;
 };

@@ -15,12 +15,11 @@ namespace lockstep {
 void require_writable(const std::filesystem::path& path,
                       std::optional<std::string_view> option = std::nullopt);
 
-/// Writes `bytes` to `path` atomically: to `path`.lockstep.tmp beside it, which is synced and then renamed.
-/// After a crash, a full disk or a kill the previous content remains; the next call removes a temporary file
-/// that a killed process has left. Keeps the permissions of the file that it replaces. A symbolic link stays
-/// a link; its target is replaced. Waits up to 60 s for another process that writes the same file. Throws
-/// CheckpointError if writing fails or if `path` exists and is not a regular file. Not collective: call it on
-/// one rank.
+/// Writes `bytes` to `path` atomically: to `path`.lockstep.tmp beside it, which is synced and then renamed. After a
+/// crash, a full disk or a kill the previous content remains; the next call removes a temporary file that a killed
+/// process has left. Keeps the permissions of the file that it replaces. A symbolic link stays a link; its target is
+/// replaced. Waits up to 60 s for another process that writes the same file. Throws CheckpointError if writing fails or
+/// if `path` exists and is not a regular file. Not collective: call it on one rank.
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
 
 /// Returns the content of a regular file. Does not block on a pipe. Throws CheckpointError if `path` is not a

@@ -8,8 +8,7 @@
 
 namespace lockstep_test {
 
-/// While it lives, counts the memory of CPU tensors: what was asked for since then, and how much of that is
-/// held.
+/// While it lives, counts the memory of CPU tensors: what was asked for since then, and how much of that is held.
 class CountedTensors {
  public:
   CountedTensors() : counting_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(&counting_, priority); }

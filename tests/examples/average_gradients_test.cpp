@@ -12,8 +12,7 @@ using namespace lockstep_test;
 
 namespace {
 
-/// The bytes of an IDX file of `count` items, each of `item` bytes. Digit d is a bright stripe at its own
-/// height.
+/// The bytes of an IDX file of `count` items, each of `item` bytes. Digit d is a bright stripe at its own height.
 std::string idx(int count, bool images) {
   std::string bytes = images ? std::string("\0\0\x08\x03", 4) : std::string("\0\0\x08\x01", 4);
   const auto number = [&](int value) {

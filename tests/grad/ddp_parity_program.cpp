@@ -48,8 +48,7 @@ struct TestComm : TestedComm {
         return TestedComm::all_reduce(tensor.narrow(0, 10, tensor.numel() - 10), op);
     }
     if (mutation == "swap" && rank() == 1 && !rebuilt_) {
-      // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements
-      // each.
+      // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements each.
       at::Tensor one = tensor.narrow(0, 64 * 96, 96), other = tensor.narrow(0, 64 * 96 + 96 + 96 * 96, 96);
       const at::Tensor kept = one.clone();
       one.copy_(other);
@@ -263,8 +262,7 @@ void write_state(const torch::nn::Module& model, const std::string& path) {
   }
 }
 
-/// Python's `tensor.to(memory_format=torch.channels_last)`; `contiguous` keeps the strides of a single
-/// channel.
+/// Python's `tensor.to(memory_format=torch.channels_last)`; `contiguous` keeps the strides of a single channel.
 at::Tensor channels_last(const at::Tensor& tensor) {
   return tensor.to(tensor.options(), /*non_blocking=*/false, /*copy=*/false, at::MemoryFormat::ChannelsLast);
 }

@@ -1,5 +1,4 @@
-// Ranks that fail in backward, or come with another model: all end soon, the cause is shown, no process
-// remains.
+// Ranks that fail in backward, or come with another model: all end soon, the cause is shown, no process remains.
 #include <chrono>
 
 #include "support/catch.hpp"

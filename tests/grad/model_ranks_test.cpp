@@ -1,5 +1,4 @@
-// Models that have diverged are found by the bits of their parameters, and named where it is more than
-// rounding.
+// Models that have diverged are found by the bits of their parameters, and named where it is more than rounding.
 #include "lockstep/grad/model.hpp"
 
 #include <cmath>

@@ -1,5 +1,4 @@
-// A convolutional network with SyncBatchNorm in DistributedDataParallel against one process on the joined
-// batch.
+// A convolutional network with SyncBatchNorm in DistributedDataParallel against one process on the joined batch.
 #include <torch/torch.h>
 
 #include <numeric>

@@ -6,8 +6,7 @@
 
 #include "lockstep/nn/sync_batch_norm.hpp"
 
-/// Two ranks in one process, the other of which has the very same batch; so the joined batch is this one
-/// twice.
+/// Two ranks in one process, the other of which has the very same batch; so the joined batch is this one twice.
 struct Twin : lockstep::detail::StatisticsExchange {
   [[nodiscard]] int size() const override { return 2; }
   [[nodiscard]] at::Tensor gather(const at::Tensor& row) override {

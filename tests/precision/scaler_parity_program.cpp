@@ -1,5 +1,4 @@
-// Scales, skips and trains in half precision as tests/precision/scaler_parity.py tells, and writes what came
-// of it.
+// Scales, skips and trains in half precision as tests/precision/scaler_parity.py tells, and writes what came of it.
 //
 // usage: scaler_parity_program FOLDER [BREAK]
 //        scaler_parity_program --library      (prints the path of the libtorch_cpu.so in use)

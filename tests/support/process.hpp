@@ -223,8 +223,7 @@ class Process {
     }
   }
 
-  /// Waits for its end; false when `timeout` was over before. Then `exit_code` (128 + signal for a killed
-  /// one).
+  /// Waits for its end; false when `timeout` was over before. Then `exit_code` (128 + signal for a killed one).
   bool wait(Milliseconds timeout = Milliseconds(60000)) {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     while (!ended_) {

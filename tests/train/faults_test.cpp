@@ -1,5 +1,4 @@
-// One rank fails where the others wait for it, and its program goes on: each of the others is told, soon and
-// why.
+// One rank fails where the others wait for it, and its program goes on: each of the others is told, soon and why.
 #include <algorithm>
 #include <chrono>
 #include <memory>

@@ -1,5 +1,4 @@
-// What is chosen at compile time costs nothing at run time: the trainer runs the operators of the loop by
-// hand.
+// What is chosen at compile time costs nothing at run time: the trainer runs the operators of the loop by hand.
 #include <ATen/record_function.h>
 
 #include <string>

@@ -321,9 +321,8 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
   return hash;
 }
 
-/// Compares the length of the dataset over the ranks of `comm`, and its fingerprint if there is one.
-/// Collective. Throws the same MismatchError on every rank if they differ: samplers of different lengths run
-/// out of step and hang.
+/// Compares the length of the dataset over the ranks of `comm`, and its fingerprint if there is one. Collective. Throws
+/// the same MismatchError on every rank if they differ: samplers of different lengths run out of step and hang.
 template <Communicator C>
 void check_same_dataset(C& comm, std::size_t length,
                         std::optional<std::uint64_t> fingerprint = std::nullopt) {

@@ -63,9 +63,8 @@ constexpr std::uint64_t seed_of(const GeneratorKey& key) {
   return hash;
 }
 
-/// Returns a CPU generator seeded with seed + rank, as the tutorials do by `generator.manual_seed(3407 +
-/// rank)`. Rank 0 of the next seed draws the same numbers as rank 1 of this seed; `keyed_generator` avoids
-/// that.
+/// Returns a CPU generator seeded with seed + rank, as the tutorials do by `generator.manual_seed(3407 + rank)`. Rank 0
+/// of the next seed draws the same numbers as rank 1 of this seed; `keyed_generator` avoids that.
 inline at::Generator rank_generator(std::uint64_t seed, int rank) {
   return at::detail::createCPUGenerator(seed + static_cast<std::uint64_t>(rank));
 }

@@ -44,8 +44,7 @@
 
 namespace lockstep::detail {
 
-/// Makes tensor operations that this thread calls single-threaded, for threads that load data during
-/// training.
+/// Makes tensor operations that this thread calls single-threaded, for threads that load data during training.
 ///
 /// `at::set_num_threads` would affect the whole process: it stores a number that threads started later use.
 /// OpenMP's own setting affects the calling thread only.
@@ -273,9 +272,8 @@ struct LoaderOptions {
   bool pin_memory = false;
 };
 
-/// Combines a dataset and a sampler, and iterates over batches: `for (auto& batch : loader)`. The order is
-/// the sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of
-/// stacked tensors.
+/// Combines a dataset and a sampler, and iterates over batches: `for (auto& batch : loader)`. The order is the
+/// sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of stacked tensors.
 ///
 /// Stores dataset and sampler by value. Workers call the dataset and the transforms concurrently on this one
 /// copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer gets the

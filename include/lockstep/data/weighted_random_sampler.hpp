@@ -22,8 +22,7 @@ namespace lockstep {
 /// them over the ranks as DistributedSampler does: `torch.multinomial` over all weights, with a generator seeded
 /// with seed + epoch, of which each rank gets every world-size-th index. SamplerOptions::shuffle has no effect.
 ///
-/// A Trainer draws as many samples as the dataset has, with replacement, by the `sample_weights()` of the
-/// dataset:
+/// A Trainer draws as many samples as the dataset has, with replacement, by the `sample_weights()` of the dataset:
 ///
 ///   struct Balanced : TensorDataset {
 ///     using TensorDataset::TensorDataset;

@@ -46,8 +46,7 @@ inline constexpr std::array<std::array<std::string_view, 3>, 10> glyphs{{
      "~76224505223045507722786555942588"},
 }};
 
-/// splitmix64 keyed by seed and stream. Yields the same numbers on every machine and with every standard
-/// library.
+/// splitmix64 keyed by seed and stream. Yields the same numbers on every machine and with every standard library.
 class DigitRandom {
  public:
   DigitRandom(std::uint64_t seed, std::uint64_t stream) : state_(seed) {

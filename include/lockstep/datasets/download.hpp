@@ -137,10 +137,9 @@ inline std::filesystem::path cache_folder() {
   return detail::temporary_cache_folder();
 }
 
-/// Downloads `files` into `folder` from the first of `mirrors` that has them. Gives each file its name only
-/// once its size is right; such files are kept. Waits up to 10 minutes for another process that downloads the
-/// same file. Calls `say(text)` before each download. Throws DataError with the file's name and the error of
-/// every mirror.
+/// Downloads `files` into `folder` from the first of `mirrors` that has them. Gives each file its name only once its
+/// size is right; such files are kept. Waits up to 10 minutes for another process that downloads the same file. Calls
+/// `say(text)` before each download. Throws DataError with the file's name and the error of every mirror.
 template <class Files, class Say>
 void download_files(const std::filesystem::path& folder, const Files& files,
                     const std::vector<std::string>& mirrors, Say&& say) {

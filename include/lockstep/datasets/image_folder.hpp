@@ -27,11 +27,10 @@
 
 namespace lockstep {
 
-/// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory.
-/// Repeats the value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits of colours,
-/// clips 16-bit grey at 255, and ignores transparency, colour profiles and the orientation that a camera has
-/// noted. Throws DataError that names the file if it cannot be read or decoded, or has more than 178,956,970
-/// pixels. Thread-safe.
+/// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory. Repeats the
+/// value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits of colours, clips 16-bit grey at
+/// 255, and ignores transparency, colour profiles and the orientation that a camera has noted. Throws DataError that
+/// names the file if it cannot be read or decoded, or has more than 178,956,970 pixels. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
   return detail::decode_image(detail::as_data_file([&] { return read_file(path); }), path.string());

@@ -137,9 +137,8 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
 
 }  // namespace detail
 
-/// Reads MNIST's four files (train-images-idx3-ubyte or train-images.idx3-ubyte and so on), plain or gzipped,
-/// with any number of digits. Throws DataError with the file, the offset and the expectation if a file is
-/// missing or invalid.
+/// Reads MNIST's four files (train-images-idx3-ubyte or train-images.idx3-ubyte and so on), plain or gzipped, with any
+/// number of digits. Throws DataError with the file, the offset and the expectation if a file is missing or invalid.
 inline Mnist load_mnist(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))
@@ -194,9 +193,8 @@ inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t t
   draw("t10k", test, 2);
 }
 
-/// Returns a folder with drawn digits as MNIST's four files, `train` and `test` of them. The first call on a
-/// host draws them, which takes seconds. With several ranks per host, call it inside
-/// `world.local_zero_first`.
+/// Returns a folder with drawn digits as MNIST's four files, `train` and `test` of them. The first call on a host draws
+/// them, which takes seconds. With several ranks per host, call it inside `world.local_zero_first`.
 inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
   // Increment the version whenever the drawing changes.
   const auto folder = cache_folder() / detail::formatted("digits-v1-{}-{}", train, test);

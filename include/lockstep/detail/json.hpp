@@ -8,8 +8,7 @@ namespace lockstep::detail {
 /// Returns `text` as valid UTF-8: each byte that is none becomes U+FFFD.
 std::string valid_utf8(std::string_view text);
 
-/// Returns a JSON string with its quotes. Escapes "<" too, so that the text may stand inside a script of an
-/// HTML page.
+/// Returns a JSON string with its quotes. Escapes "<" too, so that the text may stand inside a script of an HTML page.
 std::string json_string(std::string_view text);
 
 /// Returns the shortest JSON number that reads back as `value`; "NaN", "Infinity" and "-Infinity", with their

@@ -5,16 +5,14 @@
 /// extension, would have its own. Two communicators constructed in two such objects would then get the same
 /// name in the store, and the process would run two failure monitors.
 ///
-/// An executable and the shared objects that it links have one instance in common. Objects that it loads by
-/// dlopen use the same instance only if the executable exports its symbols (-rdynamic, CMake's
-/// ENABLE_EXPORTS). Among themselves, objects loaded with RTLD_GLOBAL always have one instance in common, and
-/// objects loaded with RTLD_LOCAL do if GCC compiled them. All of them must be built from one version of
-/// lockstep.
+/// An executable and the shared objects that it links have one instance in common. Objects that it loads by dlopen use
+/// the same instance only if the executable exports its symbols (-rdynamic, CMake's ENABLE_EXPORTS). Among themselves,
+/// objects loaded with RTLD_GLOBAL always have one instance in common, and objects loaded with RTLD_LOCAL do if GCC
+/// compiled them. All of them must be built from one version of lockstep.
 #define LOCKSTEP_PROCESS_WIDE [[gnu::visibility("default")]]
 
-/// Marks the definitions in the `-inl.hpp` headers. In header-only use they are inline. With
-/// LOCKSTEP_COMPILED the headers only declare the functions, and lockstep/compiled.cpp, which the program
-/// compiles once, defines them.
+/// Marks the definitions in the `-inl.hpp` headers. In header-only use they are inline. With LOCKSTEP_COMPILED the
+/// headers only declare the functions, and lockstep/compiled.cpp, which the program compiles once, defines them.
 #ifdef LOCKSTEP_COMPILED
 #define LOCKSTEP_INLINE
 #else

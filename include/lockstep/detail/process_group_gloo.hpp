@@ -1,8 +1,7 @@
 #pragma once
 
-// The one place that includes LibTorch's ProcessGroupGloo.hpp. It is exported by every LibTorch for Linux,
-// but its header includes Gloo's, which none of them ships; the folder gloo_shim declares the names it
-// mentions.
+// The one place that includes LibTorch's ProcessGroupGloo.hpp. It is exported by every LibTorch for Linux, but its
+// header includes Gloo's, which none of them ships; the folder gloo_shim declares the names it mentions.
 
 #ifdef GLOO_ERROR_MSG
 #error \

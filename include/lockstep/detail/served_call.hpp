@@ -41,8 +41,7 @@ class CallScope {
   explicit CallScope(const char* name) : before_(served_call) {
     (served_call.name ? served_call.part : served_call.name) = name;
   }
-  /// Continues a call on another thread. An empty ServedCall begins the program's own code, such as a
-  /// callback.
+  /// Continues a call on another thread. An empty ServedCall begins the program's own code, such as a callback.
   explicit CallScope(const ServedCall& call) : before_(std::exchange(served_call, call)) {}
   ~CallScope() { served_call = before_; }
   CallScope(const CallScope&) = delete;
@@ -61,9 +60,8 @@ inline SentName sent_name(const ServedCall& call) {
   return sent;
 }
 
-/// Returns "rank 0 is in Trainer::evaluate, ranks 1 and 2 in Trainer::fit; call both on every rank, and
-/// equally often" if two of `names` differ, else an empty text. An empty name fits every other. `ranks` holds
-/// the rank of each name.
+/// Returns "rank 0 is in Trainer::evaluate, ranks 1 and 2 in Trainer::fit; call both on every rank, and equally often"
+/// if two of `names` differ, else an empty text. An empty name fits every other. `ranks` holds the rank of each name.
 inline std::string different_calls(const std::vector<std::string>& names, const std::vector<int>& ranks) {
   std::vector<std::pair<std::string, std::vector<int>>> places;
   for (std::size_t i = 0; i < names.size(); ++i) {

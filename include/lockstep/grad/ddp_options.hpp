@@ -26,11 +26,10 @@ enum class GradientStorage {
 
 /// Options of DistributedDataParallel. They must be equal on every rank.
 struct DdpOptions {
-  /// Bucket size limits in MiB; fractions are allowed. The first value applies to the first bucket and so on;
-  /// the last applies to all later buckets. One value is Python's bucket_cap_mb. Several values other than
-  /// the default are Python's bucket_cap_mb_list and apply from the first reduction on. One value and the
-  /// default apply from the rebuild of the buckets on, or from the first reduction with
-  /// `find_unused_parameters`.
+  /// Bucket size limits in MiB; fractions are allowed. The first value applies to the first bucket and so on; the last
+  /// applies to all later buckets. One value is Python's bucket_cap_mb. Several values other than the default are
+  /// Python's bucket_cap_mb_list and apply from the first reduction on. One value and the default apply from the
+  /// rebuild of the buckets on, or from the first reduction with `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
   /// Whether rank 0's buffers (running statistics) are broadcast, at construction and before training forwards.
   /// If false, each rank keeps its own.
@@ -71,8 +70,7 @@ struct BucketReport {
   double completed = 0;
 };
 
-/// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host
-/// time.
+/// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host time.
 struct DdpReport {
   std::size_t reductions = 0;                        ///< completed so far
   std::chrono::steady_clock::time_point began = {};  ///< of the last backward; the times are relative to it

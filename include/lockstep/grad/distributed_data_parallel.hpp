@@ -131,14 +131,12 @@ class DistributedDataParallel {
     state_->sync_due = false;
   }
 
-  /// Runs backward from a scalar `loss` and averages the gradients over all ranks. Collective outside
-  /// `no_sync`.
+  /// Runs backward from a scalar `loss` and averages the gradients over all ranks. Collective outside `no_sync`.
   ///
-  /// If the backward of a rank throws, that exception is rethrown on that rank and the other ranks throw
-  /// PeerError. If a parameter has no gradient on some rank, every rank throws GradientError with its name,
-  /// unless an option allows missing gradients. After either failure no rank keeps a gradient, and the next
-  /// reduction works; but if the other ranks do not reach their backward within 2 s, the communicator is aborted
-  /// so that the error is reported.
+  /// If the backward of a rank throws, that exception is rethrown on that rank and the other ranks throw PeerError. If
+  /// a parameter has no gradient on some rank, every rank throws GradientError with its name, unless an option allows
+  /// missing gradients. After either failure no rank keeps a gradient, and the next reduction works; but if the other
+  /// ranks do not reach their backward within 2 s, the communicator is aborted so that the error is reported.
   ///
   /// On a GPU the host does not wait for the reduction: the other ranks throw at the end of their next
   /// backward or in `synchronize()`, where this rank throws again. Their optimizers may have stepped in
@@ -231,9 +229,8 @@ class DistributedDataParallel {
   /// Returns a guard that disables the reduction. While it lives, backward only accumulates gradients on this
   /// rank; the first backward after it reduces the sum. Every rank must do the same.
   ///
-  /// The guard applies to each backward that runs inside it, whereas Python's applies to each forward. Buffers
-  /// follow the forward, as in Python. Guards nest; none may outlive this object. With `enabled` false the guard
-  /// is a no-op.
+  /// The guard applies to each backward that runs inside it, whereas Python's applies to each forward. Buffers follow
+  /// the forward, as in Python. Guards nest; none may outlive this object. With `enabled` false the guard is a no-op.
   ///
   /// Counterpart: torch.nn.parallel.DistributedDataParallel.no_sync.
   [[nodiscard]] auto no_sync(bool enabled = true) {

@@ -73,8 +73,7 @@ struct ModelTensors {
   std::unordered_set<const c10::TensorImpl*> sparse;
 };
 
-/// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse
-/// gradients.
+/// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse gradients.
 ModelTensors tensors_of(const torch::nn::Module& module);
 template <detail::ModuleHandle M>
 ModelTensors tensors_of(const M& model) {
@@ -182,9 +181,8 @@ NamedValues describe(const std::vector<NamedTensor>& parameters, const std::vect
 
 }  // namespace detail
 
-/// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
-/// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its
-/// properties on each rank.
+/// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and requires_grad.
+/// Collective. Throws the same MismatchError on every rank, with the parameter's name and its properties on each rank.
 template <Communicator Comm>
 void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
                       Comm& comm) {

@@ -134,8 +134,7 @@ std::string progress_bar(const ProgressState& state, int columns);
 /// `line_every`. Not thread-safe. The destructor ends the bar's line.
 class Progress {
  public:
-  /// `total` is the number of steps, 0 if unknown. Shows nothing if `log` does not write info lines on this
-  /// rank.
+  /// `total` is the number of steps, 0 if unknown. Shows nothing if `log` does not write info lines on this rank.
   Progress(const Log& log, std::size_t total, ProgressOptions options = {});
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;

@@ -320,9 +320,8 @@ class BatchNormSurgery {
 /// Converts every batch norm of a model to compute its statistics over the ranks of `comm`. Returns the names
 /// of the converted modules.
 ///
-/// Call it before or after the model is wrapped and its optimizer constructed: parameters and buffers remain
-/// the same tensors. `model` is a module, a holder or a torch::nn::AnyModule; it may itself be a batch norm.
-/// Converted are:
+/// Call it before or after the model is wrapped and its optimizer constructed: parameters and buffers remain the same
+/// tensors. `model` is a module, a holder or a torch::nn::AnyModule; it may itself be a batch norm. Converted are:
 /// - torch::nn::BatchNorm1d, 2d and 3d inside a torch::nn::Sequential at any depth. Each is replaced by a
 ///   lockstep::SyncBatchNormNd with the same options, mode and tensors.
 /// - lockstep::SyncBatchNormNd anywhere, such as a member of a module. Its group is replaced by the new one.

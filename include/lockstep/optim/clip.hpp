@@ -28,8 +28,7 @@ namespace lockstep {
 
 struct ClipOptions {
   double norm_type = 2;  ///< any number above 0, or infinity for the largest absolute value
-  /// Throw GradientError with the name of a parameter if the norm is NaN or infinite. Synchronizes with the
-  /// device.
+  /// Throw GradientError with the name of a parameter if the norm is NaN or infinite. Synchronizes with the device.
   bool error_if_nonfinite = false;
 };
 
@@ -95,9 +94,8 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
 
 }  // namespace detail
 
-/// Returns the norm of all gradients as if they were one vector: one element on the first gradient's device,
-/// 0 for an empty list. Does not synchronize with the device. Throws UsageError if `norm_type` is not above
-/// 0.
+/// Returns the norm of all gradients as if they were one vector: one element on the first gradient's device, 0 for an
+/// empty list. Does not synchronize with the device. Throws UsageError if `norm_type` is not above 0.
 ///
 /// Counterpart: torch.nn.utils.get_total_norm.
 inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double norm_type = 2) {

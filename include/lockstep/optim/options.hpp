@@ -18,11 +18,9 @@ enum class Implementation {
   /// The bits of Python's default (`foreach=None, fused=None`): a loop over the parameters on a CPU, foreach
   /// on other devices, fused if the learning rate is a tensor on such a device.
   automatic,
-  /// Python's `foreach=True`: each operation over all parameters at once. On a CPU bitwise equal to
-  /// `automatic`.
+  /// Python's `foreach=True`: each operation over all parameters at once. On a CPU bitwise equal to `automatic`.
   foreach,
-  /// Python's `fused=True`: one operator for the whole step. The fastest; its bits differ from those of the
-  /// others.
+  /// Python's `fused=True`: one operator for the whole step. The fastest; its bits differ from those of the others.
   fused,
 };
 
@@ -101,9 +99,8 @@ void check_rate(const Options& options, const char* optimizer, std::size_t group
                                        group, options.lr_tensor.numel()));
 }
 
-/// The optimizer state of one parameter as tensors, which Derived enumerates: `each_tensor(self, f)` calls
-/// `f(name, tensor, like_parameter)`; `like_parameter` is true for a tensor with the parameter's shape and
-/// device.
+/// The optimizer state of one parameter as tensors, which Derived enumerates: `each_tensor(self, f)` calls `f(name,
+/// tensor, like_parameter)`; `like_parameter` is true for a tensor with the parameter's shape and device.
 template <class Derived>
 struct TensorState : torch::optim::OptimizerCloneableParamState<Derived> {
   void serialize(torch::serialize::OutputArchive& archive) const override {

@@ -17,9 +17,8 @@ namespace lockstep {
 /// A learning rate curve: `curve(t)` returns the factor of the learning rate at the zero-based step or epoch
 /// `t`. It depends on `t` alone, so all ranks agree and a resumed run needs no state.
 ///
-/// Each curve below is the closed form of Python's scheduler of the same name for a learning rate of 1. An
-/// invalid option throws UsageError when the curve is called. PerStep and PerEpoch make a Trainer's Schedule
-/// from a curve.
+/// Each curve below is the closed form of Python's scheduler of the same name for a learning rate of 1. An invalid
+/// option throws UsageError when the curve is called. PerStep and PerEpoch make a Trainer's Schedule from a curve.
 template <class C>
 concept RateCurve = requires(const C& curve, std::int64_t t) {
   { curve(t) } -> std::convertible_to<double>;

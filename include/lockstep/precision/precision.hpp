@@ -45,10 +45,9 @@ namespace lockstep {
 ///    stepped: false if the gradients are not finite. The result is the same on every rank. If only the
 ///    device knows it, it is a StepOutcome, which synchronizes when queried.
 ///
-/// Optional members: `agree(optimizer, comm)`, a collective between 2 and 3, for reductions that do not
-/// propagate infinities and NaN to every rank; `unscale(optimizer)` between 2 and 3, after which the
-/// gradients are unscaled; `forget()` instead of 3, for a step that threw; `save` and `load`, with which
-/// checkpoints store the precision.
+/// Optional members: `agree(optimizer, comm)`, a collective between 2 and 3, for reductions that do not propagate
+/// infinities and NaN to every rank; `unscale(optimizer)` between 2 and 3, after which the gradients are unscaled;
+/// `forget()` instead of 3, for a step that threw; `save` and `load`, with which checkpoints store the precision.
 template <class P>
 concept Precision = std::movable<P> && std::default_initializable<P> &&
     requires(P& precision, at::Tensor (*forward)(), const at::Tensor& loss,
@@ -146,9 +145,8 @@ struct Bf16 : Fp32 {
   }
 };
 
-/// A scope in which products of float32 tensors may round their factors to TensorFloat-32 (10 bits of
-/// mantissa, sums in float32), in the whole process. The destructor restores the previous settings of
-/// LibTorch:
+/// A scope in which products of float32 tensors may round their factors to TensorFloat-32 (10 bits of mantissa, sums in
+/// float32), in the whole process. The destructor restores the previous settings of LibTorch:
 ///
 /// - matrix products, as by `torch.set_float32_matmul_precision("high")`: cuBLAS on a GPU, oneDNN on a CPU, which
 ///   computes in float32 on processors without such units (AMX);
@@ -329,8 +327,7 @@ class GradScaler {
     state.stage = Stage::unscaled;
   }
 
-  /// Makes all ranks skip a step that one rank must skip. Collective. Call it before `step`, before or after
-  /// `unscale`.
+  /// Makes all ranks skip a step that one rank must skip. Collective. Call it before `step`, before or after `unscale`.
   ///
   /// Needed for hooks that do not propagate infinities to all ranks (PowerSgdHook, NoOpHook) and for parameters
   /// that are not reduced. Throws UsageError after `step`.

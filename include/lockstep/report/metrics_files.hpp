@@ -46,8 +46,7 @@ class MetricsLog {
 
 }  // namespace detail
 
-/// A callback of `Trainer::fit` by which rank 0 writes one row for each step, epoch and `add_scalar` to a CSV
-/// file:
+/// A callback of `Trainer::fit` by which rank 0 writes one row for each step, epoch and `add_scalar` to a CSV file:
 ///
 /// ```cpp
 /// lockstep::CsvLog csv{world, "runs/exp1/metrics.csv"};

@@ -17,8 +17,7 @@ namespace lockstep {
 
 /// Options of TensorBoard.
 struct TensorBoardOptions {
-  /// The number of optimizer steps between two events of steps. An event reads the loss, which synchronizes
-  /// with a GPU.
+  /// The number of optimizer steps between two events of steps. An event reads the loss, which synchronizes with a GPU.
   std::int64_t every = 1;
   /// The first step of a resumed loop by hand: earlier values at it and later ones are no longer shown.
   std::optional<std::int64_t> purge_step = std::nullopt;

@@ -216,10 +216,9 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
   CapturedStep(const CapturedStep&) = delete;
   CapturedStep& operator=(const CapturedStep&) = delete;
 
-  /// Runs one step with this batch and returns its loss, one element, which the next step overwrites. Throws
-  /// UsageError for a batch whose type or shapes differ from the first batch's, and after a failed capture.
-  /// From the capture on, a call throws the communicator's first error; an error inside a replay is thrown by
-  /// the next call.
+  /// Runs one step with this batch and returns its loss, one element, which the next step overwrites. Throws UsageError
+  /// for a batch whose type or shapes differ from the first batch's, and after a failed capture. From the capture on, a
+  /// call throws the communicator's first error; an error inside a replay is thrown by the next call.
   template <class Batch>
   const at::Tensor& operator()(Batch& batch) {
     static_assert(TensorBatch<Batch>,

@@ -23,10 +23,9 @@ inline std::string serialize_model(const torch::nn::Module& model) {
   return detail::bytes_of(archive);
 }
 
-/// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws
-/// CheckpointError if the bytes are damaged (see detail::check_archive), or if a tensor is missing,
-/// unexpected, or of another shape or dtype; the error names each such tensor, and the model is unchanged.
-/// `origin` names the bytes in errors.
+/// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws CheckpointError if
+/// the bytes are damaged (see detail::check_archive), or if a tensor is missing, unexpected, or of another shape or
+/// dtype; the error names each such tensor, and the model is unchanged. `origin` names the bytes in errors.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
   detail::reading_file(origin, bytes, [&] {
     torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;
@@ -97,8 +96,7 @@ concept PerRankPart = requires {
   requires Part::per_rank;
 };
 
-/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, and data
-/// position.
+/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, and data position.
 struct RankState {
   Total loss;
   std::vector<Total> parts;                // of the loss, in their order

@@ -94,8 +94,7 @@ class MeanMeter {
   /// number that `first_not_finite()` returns for this value.
   void add(const at::Tensor& value, double factor, double count, std::int64_t step = 0) {
     if (pending_.size() == pending_.capacity()) read();
-    // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no
-    // operator.
+    // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no operator.
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }  ///< Its sum may be on any device.

@@ -61,11 +61,10 @@ std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::I
 void check_states(torch::optim::Optimizer& optimizer);
 }  // namespace detail
 
-/// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},
-/// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all groups.
-/// The tensors share the optimizer's memory. Takes lockstep's SGD, Adam and AdamW and those of torch::optim; a
-/// ZeroRedundancyOptimizer over one of them on the rank that has called `consolidate`. Throws UsageError for
-/// another type.
+/// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}}, "param_groups":
+/// [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all groups. The tensors share the
+/// optimizer's memory. Takes lockstep's SGD, Adam and AdamW and those of torch::optim; a ZeroRedundancyOptimizer over
+/// one of them on the rank that has called `consolidate`. Throws UsageError for another type.
 /// Counterpart: torch.optim.Optimizer.state_dict.
 c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 
@@ -90,8 +89,7 @@ void load_state_dict(GradScaler& scaler, const c10::IValue& dict);
 /// Returns the entries as a dict, for torch_save or as a value in another dict.
 c10::IValue dict_of(const StateDict& entries);
 
-/// Returns the entries of a dict of tensors. Throws CheckpointError, which names each value that is no
-/// tensor.
+/// Returns the entries of a dict of tensors. Throws CheckpointError, which names each value that is no tensor.
 StateDict entries_of(const c10::IValue& dict);
 
 /// Returns the bytes of torch_save's file. Throws UsageError for a value that it cannot hold.
@@ -100,10 +98,9 @@ std::string pickle_state(const c10::IValue& value);
 /// Returns the value in the bytes of torch_load's file. `origin` names the bytes in errors.
 c10::IValue unpickle_state(std::string_view bytes, std::string_view origin);
 
-/// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings,
-/// None, lists, tuples, and dicts of these with keys of type str or int. Tensors with a common storage share it
-/// in the file. The file is written atomically. Throws UsageError for another value, CheckpointError if writing
-/// fails.
+/// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings, None, lists,
+/// tuples, and dicts of these with keys of type str or int. Tensors with a common storage share it in the file. The
+/// file is written atomically. Throws UsageError for another value, CheckpointError if writing fails.
 /// Counterpart: torch.save.
 void torch_save(const c10::IValue& value, const std::filesystem::path& path);
 /// The same for `dict_of(entries)`.

@@ -27,9 +27,8 @@ struct StopOptions {
   std::int64_t every = 1;
 };
 
-/// A StepCallback that stops a run when a signal has reached any rank: after the same step, every rank
-/// calls `save()` and throws Stopped, which `fit` passes on. `launch` turns Stopped into exit code 75 and
-/// one line on stderr:
+/// A StepCallback that stops a run when a signal has reached any rank: after the same step, every rank calls `save()`
+/// and throws Stopped, which `fit` passes on. `launch` turns Stopped into exit code 75 and one line on stderr:
 ///
 /// ```cpp
 /// trainer.load_checkpoint_if_exists("run.ckpt");
@@ -37,9 +36,8 @@ struct StopOptions {
 /// trainer.fit(data, loss, stop);
 /// ```
 ///
-/// Pass it as the last callback: callbacks after it do not see the last step. While it lives, and after a
-/// stop until the process ends, its signals have no other effect. At most one lives at a time. It refers to
-/// the communicator.
+/// Pass it as the last callback: callbacks after it do not see the last step. While it lives, and after a stop until
+/// the process ends, its signals have no other effect. At most one lives at a time. It refers to the communicator.
 template <Communicator C, class Save>
 class StopOnSignal {
  public:

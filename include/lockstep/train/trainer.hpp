@@ -62,10 +62,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
   ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
   ///
-  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs, on every rank; the optimizer keeps
-  /// its state and leaves frozen ones as they are. Checkpoints hold which are frozen. Throws MismatchError if the
-  /// ranks differ, UsageError in the next step if `requires_grad_` was called within an epoch, or with a
-  /// StatefulHook.
+  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs, on every rank; the optimizer keeps its
+  /// state and leaves frozen ones as they are. Checkpoints hold which are frozen. Throws MismatchError if the ranks
+  /// differ, UsageError in the next step if `requires_grad_` was called within an epoch, or with a StatefulHook.
   ///
   /// Returns the report of the last epoch. If the call trains no epoch, its loss is NaN, its `seconds` is 0, and
   /// its `epoch` and `step` are the trainer's. Throws MismatchError if the ranks' options or data differ,
@@ -146,12 +145,11 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     prepare_save("save_state_dict", "OnEpoch");
     detail::write_state_dict(checkpointed_run(), precision_, path);
   }
-  /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",
-  /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
-  /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
-  /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry of the model
-  /// and of the optimizer (of its states only if they can be paired with its parameters), and then changes
-  /// nothing.
+  /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch", "step" and
+  /// "scaler" may be missing, and then stay as they are. The next `fit` starts with the first batch of the epoch after
+  /// the completed ones. Call it before `fit`. Collective. Throws UsageError inside `fit`. Throws CheckpointError,
+  /// which names every missing, unexpected and misshapen entry of the model and of the optimizer (of its states only if
+  /// they can be paired with its parameters), and then changes nothing.
   void load_state_dict(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load_state_dict");
     forbid_inside_fit("load_state_dict");

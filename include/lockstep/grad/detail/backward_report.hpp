@@ -88,8 +88,7 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
   return reports;
 }
 
-/// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a
-/// GradientError.
+/// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a GradientError.
 inline std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
                                      const std::string& text) {
   const bool thrown = std::any_of(reports.begin(), reports.end(),

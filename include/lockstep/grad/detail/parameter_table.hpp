@@ -123,8 +123,7 @@ void require_no_average(std::span<const ParameterEntry> parameters, Added&& adde
           parameters[i].name));
 }
 
-/// Detects parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was
-/// constructed.
+/// Detects parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was constructed.
 class WatchedParameters {
  public:
   /// `table` must outlive this object.

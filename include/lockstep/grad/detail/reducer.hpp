@@ -203,10 +203,9 @@ struct Contribution {
 /// Averages gradients over the ranks while backward runs. Tracks which gradients are ready, and opens and
 /// closes each reduction.
 ///
-/// A reduction is `open()`, then one call of the accumulate hook for each gradient, then `close()`. Buckets
-/// are launched in index order as soon as their gradients are ready, except the last one, which `close`
-/// launches: a rank whose backward throws poisons that bucket with NaN, so all ranks see the failure in the
-/// same iteration.
+/// A reduction is `open()`, then one call of the accumulate hook for each gradient, then `close()`. Buckets are
+/// launched in index order as soon as their gradients are ready, except the last one, which `close` launches: a rank
+/// whose backward throws poisons that bucket with NaN, so all ranks see the failure in the same iteration.
 ///
 /// On a device the host does not wait for the check of the buckets. The next reduction, or `settle()`, reads
 /// it: the same call on every rank, since the ranks then exchange their reports. The first reductions, whose

@@ -208,10 +208,9 @@ class BucketLabels {
 
 /// One reduction round: the collectives, their launch order and their completion.
 ///
-/// Every rank runs the same collectives in the same order: the counts, unless they travel in the tail of the
-/// last bucket; the dense buckets by index; the usage exchange, if it is enabled; and, while the buckets
-/// are waited for, the sparse buckets by index. With a hook without `propagates_nan`, the usage exchange
-/// comes last.
+/// Every rank runs the same collectives in the same order: the counts, unless they travel in the tail of the last
+/// bucket; the dense buckets by index; the usage exchange, if it is enabled; and, while the buckets are waited for, the
+/// sparse buckets by index. With a hook without `propagates_nan`, the usage exchange comes last.
 template <class Comm, class Hook>
 class BucketReduction {
   using Clock = ReductionTimes::Clock;
@@ -307,8 +306,7 @@ class BucketReduction {
   /// unless the host has found a failure before. An error of the hook aborts the communicator and is thrown,
   /// unless the usage exchange reports it; then `hook_error` returns it.
   bool wait(const std::exception_ptr& failure, std::size_t iteration, LateNanCheck* late) {
-    // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
-    // longer.
+    // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed longer.
     const auto deadline = Clock::now() + std::chrono::seconds(2);
     const auto finish = [&](auto& work) {
       if (failure)
@@ -332,8 +330,7 @@ class BucketReduction {
       } catch (const CommunicationError&) {
         throw;  // the communicator is unusable
       } catch (...) {
-        // The hook's own error. The other buckets are in flight and must complete before their memory is
-        // used.
+        // The hook's own error. The other buckets are in flight and must complete before their memory is used.
         if (!hook_error_) hook_error_ = std::current_exception();
       }
       works_[b].reset();
@@ -525,10 +522,9 @@ class BucketReduction {
     first_hash_ = host.any().item<bool>() ? fnv1a(bytes.substr(0, 1 << 20)) : 0;
   }
 
-  /// Returns whether the counts travel in the tail of the last bucket, as two numbers: count / 2^16 and the
-  /// remainder. In float32 the sums of these over 256 ranks are exact, as all integers up to 2^24 are. With
-  /// more ranks, narrower dtypes and other hooks, the counts are all-reduced first and separately, in
-  /// float64.
+  /// Returns whether the counts travel in the tail of the last bucket, as two numbers: count / 2^16 and the remainder.
+  /// In float32 the sums of these over 256 ranks are exact, as all integers up to 2^24 are. With more ranks, narrower
+  /// dtypes and other hooks, the counts are all-reduced first and separately, in float64.
   [[nodiscard]] bool counts_in_bucket() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_view()) return false;
     const at::ScalarType type = parameters_[*buckets_->last_view()].dtype;

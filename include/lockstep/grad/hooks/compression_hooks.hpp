@@ -201,8 +201,7 @@ class QuantizedHook {
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:
-  /// Layout of a message: the scales and the zero points of all channels in float32, then one byte per
-  /// element.
+  /// Layout of a message: the scales and the zero points of all channels in float32, then one byte per element.
   struct Layout {
     std::int64_t elements, channel, channels;
     [[nodiscard]] std::int64_t bytes() const { return 8 * channels + elements; }
@@ -215,8 +214,7 @@ class QuantizedHook {
     return {elements, channel, (elements + channel - 1) / channel};
   }
 
-  /// Calls `work(elements, scales, zero_points)` for the full channels, one per row, and for a shorter last
-  /// one.
+  /// Calls `work(elements, scales, zero_points)` for the full channels, one per row, and for a shorter last one.
   template <class Work>
   static void by_channel(const Layout& layout, const at::Tensor& flat, const at::Tensor& head, Work&& work) {
     const std::int64_t whole = layout.elements / layout.channel;

@@ -19,8 +19,7 @@ namespace lockstep {
 /// `start_iteration`.
 struct PostLocalSgdOptions {
   std::int64_t start_iteration = 100;  ///< reductions over all ranks before local SGD
-  /// Average gradients over the subgroup once local SGD has started. False leaves each rank its own
-  /// gradients.
+  /// Average gradients over the subgroup once local SGD has started. False leaves each rank its own gradients.
   bool reduce_in_subgroup = true;
 };
 

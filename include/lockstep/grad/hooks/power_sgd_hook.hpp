@@ -316,9 +316,8 @@ struct PowerSgdOptions {
   std::uint32_t seed = 0;
 };
 
-/// Compresses gradients to factors of low-rank matrices, M = P Q^T (Vogels et al., arXiv 1905.13727), with
-/// Python's random numbers and order of operations. Tensors not worth compressing are sent whole, in one
-/// all-reduce per bucket.
+/// Compresses gradients to factors of low-rank matrices, M = P Q^T (Vogels et al., arXiv 1905.13727), with Python's
+/// random numbers and order of operations. Tensors not worth compressing are sent whole, in one all-reduce per bucket.
 ///
 /// Differences from Python: a tensor that is not compressed has no error memory; a gradient that is zero on
 /// all ranks stays zero (in Python, without an epsilon, it becomes NaN) and keeps its factor for the next

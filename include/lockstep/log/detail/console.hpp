@@ -45,8 +45,7 @@ inline void flush_stdout() {
         stderr);
 }
 
-/// Writes whole lines at once, after earlier output of the program to the same stream. Erases a progress bar
-/// first.
+/// Writes whole lines at once, after earlier output of the program to the same stream. Erases a progress bar first.
 inline void write_lines(std::FILE* stream, std::string_view lines) {
   std::string wiped;
   if (bar_is_shown.exchange(false)) {

@@ -139,8 +139,7 @@ LOCKSTEP_INLINE void Progress::show() {
     detail::write_lines(stdout, detail::progress_line(state_) + "\n");
     return;
   }
-  // The carriage return comes last, so that the next writer, also one behind a launcher, starts on a full
-  // line.
+  // The carriage return comes last, so that the next writer, also one behind a launcher, starts on a full line.
   const auto bar = detail::progress_bar(state_, detail::terminal_columns()) + "\x1b[K\r";
   std::fwrite(bar.data(), 1, bar.size(), stdout);
   std::fflush(stdout);

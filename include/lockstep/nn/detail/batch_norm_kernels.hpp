@@ -51,9 +51,8 @@ struct JoinedStatistics {
 struct BatchNormKernels {
   /// Returns the statistics of this rank's batch: a row [2C + 1] that ends with the count.
   at::Tensor (*local)(const at::Tensor& input, double eps);
-  /// Joins the rows of all ranks [ranks, 2C + 1] in an order equal on every rank, so that all ranks get equal
-  /// bits. Updates the running mean if there is at least one value, and the running variance if there are at
-  /// least two.
+  /// Joins the rows of all ranks [ranks, 2C + 1] in an order equal on every rank, so that all ranks get equal bits.
+  /// Updates the running mean if there is at least one value, and the running variance if there are at least two.
   JoinedStatistics (*join)(const at::Tensor& rows, const at::Tensor& input, double eps,
                            const RunningStatistics& running);
   at::Tensor (*normalize)(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,

@@ -54,9 +54,8 @@ class BatchNormGroup;
 template <class C>
 concept StatisticsCommunicator = (!std::same_as<C, BatchNormGroup>)&&Splittable<C>;
 
-/// The ranks whose batches form one combined batch for batch norm, and their communicator, which all modules
-/// of a model share. Copies share the communicator; it is destroyed with the last copy and the last module
-/// that holds it.
+/// The ranks whose batches form one combined batch for batch norm, and their communicator, which all modules of a model
+/// share. Copies share the communicator; it is destroyed with the last copy and the last module that holds it.
 ///
 /// The group has a communicator of its own: DistributedDataParallel reduces its buckets during the same backward,
 /// and a rank launches a bucket later than other ranks if a parameter is unused on it. The graph alone determines
@@ -66,8 +65,7 @@ class BatchNormGroup {
  public:
   BatchNormGroup() = default;
 
-  /// Constructs a group of all ranks of `comm`, with a sub-group created for it. Collective if there are
-  /// several ranks.
+  /// Constructs a group of all ranks of `comm`, with a sub-group created for it. Collective if there are several ranks.
   template <StatisticsCommunicator Comm>
   BatchNormGroup(Comm& comm) : size_(comm.size()) {  // NOLINT: a communicator may stand for its group
     if (size_ == 1) return;

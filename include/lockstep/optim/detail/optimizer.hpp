@@ -285,11 +285,10 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
 /// The base of SGD and Adam: groups with options of type GroupOptions<Options>, a State for each parameter,
 /// and archives in LibTorch's format whose keys are parameter indices instead of addresses.
 ///
-/// Derived implements `step_group(const Options&, Active<State>&, const StepScale&)`, which is called once
-/// for each group that has a gradient, with autograd off;
-/// `prepare(const Options&, const at::Tensor& parameter, State&)`, which creates missing parts of a state;
-/// and `refusal(const Options&, const at::Tensor& gradient)`, which returns why a gradient cannot be used, or
-/// null.
+/// Derived implements `step_group(const Options&, Active<State>&, const StepScale&)`, which is called once for each
+/// group that has a gradient, with autograd off; `prepare(const Options&, const at::Tensor& parameter, State&)`, which
+/// creates missing parts of a state; and `refusal(const Options&, const at::Tensor& gradient)`, which returns why a
+/// gradient cannot be used, or null.
 template <class Derived, class State, class Options>
 class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:

@@ -53,10 +53,9 @@ class EpochPartition {
     return std::clamp<std::int64_t>(in_step(samples, step) - micro * batch_, 0, batch_);
   }
 
-  /// Returns the divisor for the mean loss of a micro-batch of `micro_samples`, so that the sum over
-  /// micro-batches, averaged over ranks, is the mean over all samples of the step. If all micro-batches have
-  /// equally many samples, it is exactly the number of micro-batches of a rank, as in Python's
-  /// `loss / accumulate`.
+  /// Returns the divisor for the mean loss of a micro-batch of `micro_samples`, so that the sum over micro-batches,
+  /// averaged over ranks, is the mean over all samples of the step. If all micro-batches have equally many samples, it
+  /// is exactly the number of micro-batches of a rank, as in Python's `loss / accumulate`.
   [[nodiscard]] double divisor(std::int64_t micro_samples, std::int64_t step) const {
     return static_cast<double>(samples_in_step(step)) /
            static_cast<double>(micro_samples * static_cast<std::int64_t>(samples_.size()));

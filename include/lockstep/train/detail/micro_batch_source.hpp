@@ -44,8 +44,7 @@ class LoaderMicroBatchSource {
     step_ = -1;
     given_ = 0;
   }
-  /// Draws the step's first batch, so that it is loaded before other work of the step, as in a hand-written
-  /// loop.
+  /// Draws the step's first batch, so that it is loaded before other work of the step, as in a hand-written loop.
   void begin_step() {
     ++step_;
     micro_ = 0;

@@ -80,9 +80,8 @@ class TrainingStep {
       if (!held.contains(parameter.unsafeGetTensorImpl())) unheld_.push_back(parameter);
   }
 
-  /// Runs one step with this rank's micro-batches, which `source` yields (see micro_batch_source.hpp), and
-  /// returns the total count of samples, or of counted items, of all ranks. If it is 0, the optimizer did not
-  /// step. Collective.
+  /// Runs one step with this rank's micro-batches, which `source` yields (see micro_batch_source.hpp), and returns the
+  /// total count of samples, or of counted items, of all ranks. If it is 0, the optimizer did not step. Collective.
   ///
   /// The reduced gradients are those of the mean over all samples of all ranks. A rank without data contributes
   /// zeros. If all counts are known beforehand, each mean is weighted before its backward; for equal batches
