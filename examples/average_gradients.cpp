@@ -6,7 +6,7 @@
 //   average_gradients --plot curve.svg       and its curve of loss and accuracy, or as curve.csv
 //   average_gradients --test                 and the accuracy of rank 0's model on the test digits
 //   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently
-// Training and --compare also run under torchrun --no-python, srun and mpirun.
+// All of them also run under torchrun --no-python, srun and mpirun.
 #include <fmt/format.h>
 #include <torch/torch.h>
 
@@ -27,7 +27,7 @@ using lockstep::GlooComm, lockstep::World;
 
 struct Options {
   std::string program = "train", plot;
-  int nproc = 4, epochs = 1, port = 29500;
+  int epochs = 1;
   std::size_t batch_size = 100, samples = 15'000;
   bool compare = false;
   lockstep::MnistSource data;
@@ -228,37 +228,33 @@ void introduce(int rank, int size) {
   std::cout << fmt::format("world size:{}. I'm rank {}.\n", size, rank) << std::flush;
 }
 
-/// run_multiprocess.py: the processes do not know each other.
-void start_processes(const Options& options) {
-  lockstep::spawn(options.nproc, introduce, lockstep::Prefix::never);
+/// run_multiprocess.py: the processes do not know each other. Only a communicator connects them.
+void run_process(const World& world) {
+  introduce(world.rank(), world.size());
 }
 
 /// multiprocess_comm.py: the processes form a group.
-void start_group(const Options& options) {
-  const auto on_rank = [&](int rank, int size) {
-    try {
-      const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
-      {
-        const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
-        introduce(comm.rank(), comm.size());
-      }
-      world.leave();
-    } catch (const lockstep::RendezvousError& error) {  // such as a port in use
-      throw lockstep::RendezvousError(std::string(error.what()) + " (--port)");
-    }
-  };
-  lockstep::spawn(options.nproc, on_rank, lockstep::Prefix::never);
+void run_in_group(const World& world) {
+  const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
+  introduce(comm.rank(), comm.size());
+}
+
+/// multiprocess_training.py, or its comparison with DistributedDataParallel.
+void run_training(const World& world, const Options& options) {
+  if (!options.plot.empty()) world.rank_zero([&] { lockstep::require_writable(options.plot, "--plot"); });
+  const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+  if (options.samples < mnist.train.size())
+    world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
+  (options.compare ? compare : train)(world, options, mnist);
 }
 
 int main(int argc, char** argv) {
   Options options;
-  lockstep::LaunchOptions launch_options{.nproc_flag = false};  // the parser below reads it
+  lockstep::LaunchOptions launch_options{.nproc = 4};  // the tutorial starts four
   CLI::App app("Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("program", options.program, "the tutorial's program")
       ->check(CLI::IsMember({"processes", "group", "train"}));
-  app.add_option("--nproc,--nproc-per-node", options.nproc, "processes to start on this host")
-      ->check(CLI::Range(1, 1000));
   const auto* epochs =
       app.add_option("-e,--epochs", options.epochs, "epochs to train; the tutorial's number is 15")
           ->check(CLI::Range(1'000'000));
@@ -275,13 +271,9 @@ int main(int argc, char** argv) {
   const auto* data_dir = app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files, plain or .gz");
-  const auto* port =
-      app.add_option("--port", options.port,
-                     "port of this host at which the processes of group meet, another for each run")
-          ->check(CLI::Range(1, 65535));
-  app.footer("For training:\n" + lockstep::launch_help(launch_options));
   const auto* test =
       app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
+  app.footer(lockstep::launch_help(launch_options));
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
     if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
@@ -296,34 +288,20 @@ int main(int argc, char** argv) {
     };
     if (options.program != "train")
       refuse({epochs, batch_size, samples, compared, plot, data_dir, test}, options.program);
-    if (options.program != "group") refuse({port}, options.program);
     if (options.compare) refuse({epochs, plot, test}, "--compare");
-    if (options.program != "train" && static_cast<int>(arguments.size()) - 1 < argc)
-      throw CLI::ValidationError("--prefix, --timeout",
-                                 options.program + " does not use them: leave them out");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << fmt::format("error: {}\n", error.what());
-    return 2;
   }
-  if (options.program != "train") {
-    (options.program == "group" ? start_group : start_processes)(options);
-    return 0;
-  }
-  launch_options.nproc_flag = true;
-  launch_options.nproc = options.nproc;
+  // The lines of the other programs name their rank: no prefix.
+  if (options.program != "train") launch_options.prefix = lockstep::Prefix::never;
   return lockstep::launch(
       argc, argv,
       [&](const World& world) {
-        if (!options.plot.empty())
-          world.rank_zero([&] { lockstep::require_writable(options.plot, "--plot"); });
-        const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
-        if (options.samples < mnist.train.size())
-          world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
-        (options.compare ? compare : train)(world, options, mnist);
+        if (options.program == "processes") return run_process(world);
+        if (options.program == "group") return run_in_group(world);
+        run_training(world, options);
       },
       launch_options);
 }

@@ -1,8 +1,8 @@
 // The programs of PyTorch's tutorial "Getting Started with Distributed Data Parallel": a toy model, trained
 // for one step. Without a command it runs the first three demos in turn, as the tutorial's main does:
-//   ddp_toy                      one process per GPU; the third takes two GPUs each
+//   ddp_toy                      one process per two GPUs, both of which the third demo takes
 //   ddp_toy --cpu-devices 4      the same on CPUs: a CPU stands in for each device
-// With a command it runs one demo, under any launcher:
+// With a command it runs one demo. Both run under any launcher:
 //   ddp_toy basic --nproc 4
 //   ddp_toy checkpoint --nproc 4 --checkpoint /shared/model.checkpoint
 //   ddp_toy model-parallel --cpu-devices 4
@@ -27,7 +27,7 @@ using lockstep::World;
 
 struct Options {
   std::string demo;
-  int nproc = 0, cpu_devices = 0, port = 12355;
+  int nproc = 0, cpu_devices = 0;
   std::string checkpoint = (std::filesystem::temp_directory_path() / "model.checkpoint").string();
 
   [[nodiscard]] int devices() const {
@@ -39,9 +39,8 @@ struct Options {
   [[nodiscard]] std::optional<lockstep::DeviceKind> kind() const {
     return cpu_devices > 0 ? std::optional(lockstep::DeviceKind::cpu) : std::nullopt;
   }
-  /// The processes of a demo whose ranks have `per_rank` devices each.
+  /// The processes of demos whose ranks have `per_rank` devices each, without --nproc.
   [[nodiscard]] int processes(int per_rank) const {
-    if (nproc > 0) return nproc;
     return devices() > 0 ? std::max(1, devices() / per_rank) : 2;
   }
 };
@@ -153,58 +152,46 @@ void demo_model_parallel(const World& world, const Options& options) {
 #endif
 }
 
-/// mp.spawn and the tutorial's setup and cleanup: `processes` processes that meet at one port of this host.
-void run_demo(void (*demo)(const World&, const Options&), int processes, const Options& options) {
-  lockstep::spawn(
-      processes,
-      [&](int rank, int world_size) {
-        try {
-          const auto world = World::join("tcp://localhost:" + std::to_string(options.port), rank, world_size);
-          demo(world, options);
-          world.leave();
-        } catch (const lockstep::RendezvousError& error) {  // such as a port in use
-          throw lockstep::RendezvousError(std::string(error.what()) + " (--port)");
-        }
-      },
-      lockstep::Prefix::never);  // the lines name their rank
+/// The demos in turn, by the same processes. Each demo makes a communicator and destroys it at its end: the
+/// tutorial's setup and cleanup.
+void run_demos(const World& world, const Options& options) {
+  require_devices(world.local_size(), options);  // of the third demo, before the first one
+  demo_basic(world, options);
+  demo_checkpoint(world, options);
+  demo_model_parallel(world, options);
 }
 
 int main(int argc, char** argv) {
   Options options;
-  // The parser below reads --nproc, which the demos without a launcher need too.
+  // The lines name their rank: no prefix. The parser below reads --nproc: the devices must suffice for it.
   lockstep::LaunchOptions launch_options{.nproc_flag = false, .prefix = lockstep::Prefix::never};
   CLI::App app("PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
   app.option_defaults()->always_capture_default()->take_last();
-  app.add_option("demo", options.demo, "one demo, under any launcher")
+  app.add_option("demo", options.demo, "one demo; without it, the first three in turn")
       ->check(CLI::IsMember({"basic", "checkpoint", "model-parallel", "elastic"}))
       ->default_str("");
-  app.add_option("--nproc,--nproc-per-node", options.nproc,
-                 "processes to start (one per GPU, or two on the CPU; model-parallel: one per two devices)")
+  app.add_option(
+         "--nproc,--nproc-per-node", options.nproc,
+         "processes to start (one per two devices; basic, checkpoint, elastic: one per device, or two)")
       ->check(CLI::Range(1, 1000))
       ->default_str("");
   app.add_option("--cpu-devices", options.cpu_devices, "CPUs to take as devices, in place of GPUs")
       ->check(CLI::Range(1000));
   const auto* checkpoint =
       app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
-  const auto* port = app.add_option("--port", options.port,
-                                    "port of this host at which spawned processes meet, another for each run")
-                         ->check(CLI::Range(1, 65535));
-  app.footer("With a demo:\n" + lockstep::launch_help(launch_options));
+  app.footer(lockstep::launch_help(launch_options));
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
+  bool two_devices = false;
   try {
     if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
       throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    two_devices = options.demo.empty() || options.demo == "model-parallel";
     const bool saves = options.demo.empty() || options.demo == "checkpoint";
     if (checkpoint->count() > 0 && !saves)
       throw CLI::ValidationError("--checkpoint", options.demo + " does not use it: leave it out");
-    if (port->count() > 0 && !options.demo.empty())
-      throw CLI::ValidationError("--port", options.demo + " does not use it: leave it out");
-    if (options.demo.empty() && static_cast<int>(arguments.size()) - 1 < argc)
-      throw CLI::ValidationError("--prefix, --timeout", "without a demo they have no use: leave them out");
     // The tutorial asserts it first, too.
-    if (options.demo.empty() || options.demo == "model-parallel")
-      require_devices(std::max(1, options.nproc), options);
+    if (two_devices) require_devices(std::max(1, options.nproc), options);
     if (options.demo.empty()) lockstep::require_writable(options.checkpoint, "--checkpoint");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
@@ -214,18 +201,12 @@ int main(int argc, char** argv) {
     std::cerr << fmt::format("error: {}\n", error.what());
     return 2;
   }
-  if (options.demo.empty()) {
-    run_demo(demo_basic, options.processes(1), options);
-    run_demo(demo_checkpoint, options.processes(1), options);
-    run_demo(demo_model_parallel, options.processes(2), options);
-    return 0;
-  }
-  const bool model_parallel = options.demo == "model-parallel";
   launch_options.nproc_flag = true;
-  launch_options.nproc = options.processes(model_parallel ? 2 : 1);
-  const auto demo = model_parallel                 ? demo_model_parallel
-                    : options.demo == "checkpoint" ? demo_checkpoint
-                                                   : demo_basic;
+  launch_options.nproc = options.processes(two_devices ? 2 : 1);
+  const auto demo = options.demo.empty()               ? run_demos
+                    : options.demo == "model-parallel" ? demo_model_parallel
+                    : options.demo == "checkpoint"     ? demo_checkpoint
+                                                       : demo_basic;
   return lockstep::launch(
       argc, argv, [&](const World& world) { demo(world, options); }, launch_options);
 }

@@ -1,5 +1,5 @@
 // Trains a linear layer with DistributedDataParallel, in several processes. One program for the tutorial's
-// multigpu.py (spawn), ddp_gpus_torchrun.py and several hosts, since lockstep::launch serves all of them:
+// multigpu.py (mp.spawn), ddp_gpus_torchrun.py and several hosts, since lockstep::launch serves all of them:
 //   multigpu 50 10 --nproc 4
 //   torchrun --no-python --nproc-per-node 4 multigpu 50 10         srun -n 4 multigpu 50 10
 //   WORLD_SIZE=6 RANK=4 MASTER_ADDR=nodeA MASTER_PORT=29500 multigpu 50 10 --nproc 2   (second host)

@@ -139,14 +139,4 @@ struct Stopped : detail::ErrorOfKind<Error, FailureKind::stopped> {
   using ErrorOfKind::ErrorOfKind;
 };
 
-/// A process that `spawn` started has failed. The message names its rank and the failure. `exit_code()` is
-/// the exit code of the process, or 128 + the signal that ended it.
-class ProcessError : public Error {
- public:
-  /// `exit_code` is that of the process, or 128 + the signal that ended it.
-  ProcessError(const std::string& what, int exit_code)
-      : Error(Failure{.rank = detail::process_rank.load(), .code = exit_code, .message = what}) {}
-  [[nodiscard]] int exit_code() const noexcept { return failure().code; }
-};
-
 }  // namespace lockstep

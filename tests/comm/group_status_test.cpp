@@ -45,18 +45,10 @@ void enter(GroupStatus& status, const Step& step) {
 class Store {
  public:
   void take(GroupStatus& status, int rank) {
-    FrameWriter out;
-    status.write_marks(out);
-    FrameReader in(out.payload());
-    while (in.more()) {
-      in.text();
-      in.integer();
-      FrameReader marks(in.text());
-      while (marks.more()) {
-        const std::uint64_t sequence = marks.integer();
-        const auto difference = calls_.report(rank, sequence, marks.integer());
-        if (!found) found = difference;
-      }
+    const auto marks = status.new_marks();
+    for (std::size_t i = 0; marks && i < marks->marks.size(); ++i) {
+      const auto difference = calls_.report(rank, marks->marks[i]);
+      if (!found) found = difference;
     }
   }
   bool leave(const GroupStatus& status, int rank) {

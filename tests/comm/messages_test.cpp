@@ -19,15 +19,15 @@
 
 namespace messages_test {
 
+using lockstep::FailedCall;
 using lockstep::detail::Call;
 using lockstep::detail::FailureMonitor;
 using lockstep::detail::GroupStatus;
-using lockstep::detail::Position;
 using lockstep::detail::text_of;
 using namespace std::chrono_literals;
 
 namespace {
-Position at(std::uint64_t sequence, std::string operation, std::string served = {}, std::string part = {}) {
+FailedCall at(std::uint64_t sequence, std::string operation, std::string served = {}, std::string part = {}) {
   return {.operation = std::move(operation),
           .sequence = sequence,
           .served = std::move(served),
@@ -38,7 +38,7 @@ Position at(std::uint64_t sequence, std::string operation, std::string served = 
 TEST_CASE("lateness names the late ranks and where they were") {
   const Call call{"all_reduce", 57, {}, 0, {}};
   const std::vector<int> ranks{0, 1, 2, 3};
-  const Position here = at(57, "all_reduce");
+  const FailedCall here = at(57, "all_reduce");
   CHECK(lateness(call, {{1, at(56, "all_reduce")}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
         "rank 1 has not entered all_reduce #57 after 6 s; last at all_reduce #56");
   CHECK(

@@ -143,7 +143,7 @@ TEST_CASE("on a device a wait is the stream's, and the backend averages and scat
   backend->last.clear();
   CHECK(comm.all_gather_bytes("bytes") == std::vector<std::string>{"bytes"});
   CHECK(comm.broadcast_bytes("bytes") == "bytes");
-  CHECK(backend->last.empty());  // bytes travel through the store
+  CHECK(backend->last.empty());  // one rank sends nothing
   CHECK_THROWS_WITH(comm.all_reduce(at::ones({2})),
                     ContainsSubstring("is on cpu, and the backend 'nccl' moves META tensors"));
 }

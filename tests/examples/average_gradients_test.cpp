@@ -4,6 +4,7 @@
 
 #include "examples/output.hpp"
 #include "lockstep/files.hpp"
+#include "support/by_hand.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace average_gradients_test {
@@ -46,22 +47,17 @@ const std::string program = test_program("average_gradients");
 }  // namespace
 
 TEST_CASE("average_gradients starts processes without and with a group") {
-  for (const std::vector<std::string>& arguments :
-       {std::vector<std::string>{"processes"}, {"group", "--port", std::to_string(free_port())}}) {
-    const auto ended = run_example(joined({program}, arguments));
+  for (const std::string name : {"processes", "group"}) {
+    const auto ended = run_example({program, name});
     CHECK(ended.code == 0);
     for (int rank = 0; rank < 4; ++rank)
       CHECK(count(ended.out, "world size:4. I'm rank " + std::to_string(rank) + ".\n") == 1);
     CHECK(count(ended.out, "\n") == 4);
   }
-  // Started by hand as one of two, and in a batch script of Slurm.
-  for (const Variables& variables :
-       {Variables{{"RANK", "1"}, {"WORLD_SIZE", "2"}},
-        Variables{{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}}}) {
-    const auto ended = run_example({program, "processes"}, variables);
-    CHECK(ended.code == 0);
-    CHECK(count(ended.out, "world size:4. I'm rank ") == 4);
-  }
+  // By hand as one of two: a process without a group waits for no other.
+  const auto alone = run_example({program, "processes"}, by_hand(1, 2, free_port()));
+  CHECK(alone.code == 0);
+  CHECK(alone.out == "world size:2. I'm rank 1.\n");
 }
 
 TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve", "[.release]") {
@@ -134,16 +130,6 @@ TEST_CASE("average_gradients refuses wrong flags on one line") {
   refused({"--plot", ""}, "--plot: the value is empty");
   refused({"training"}, "program");
   refused({"--epochs", "-1"}, "--epochs");
-}
-
-TEST_CASE("average_gradients names --port where the port of its group is in use") {
-  const TakenPort taken;
-  const int used = taken.number();
-  const auto ended = run_example({program, "group", "--port", std::to_string(used)});
-  INFO(ended.error);
-  CHECK(ended.code == 1);
-  CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));
-  CHECK_THAT(ended.error, ContainsSubstring("give World::join a free one on every rank (--port)"));
 }
 
 }  // namespace average_gradients_test

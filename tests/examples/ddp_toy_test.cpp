@@ -1,4 +1,4 @@
-// ddp_toy prints the lines of the tutorial's demos, under its own processes and under a launcher.
+// ddp_toy prints the lines of the tutorial's demos, one or all of them.
 #include <algorithm>
 
 #include "examples/output.hpp"
@@ -26,6 +26,14 @@ std::vector<std::string> of_ranks(const std::string& line, int ranks) {
   return lines;
 }
 
+/// The lines of `text` that name `rank`, in order.
+std::vector<std::string> of_rank(const std::string& text, int rank) {
+  auto lines = lines_of(text);
+  std::erase_if(lines,
+                [&](const std::string& line) { return !line.ends_with(fmt::format(" on rank {}.", rank)); });
+  return lines;
+}
+
 // On the CPU, also where there are GPUs.
 Ended run_demo(const std::vector<std::string>& arguments, Variables variables = {}) {
   variables.insert({"CUDA_VISIBLE_DEVICES", "-1"});
@@ -35,25 +43,24 @@ Ended run_demo(const std::vector<std::string>& arguments, Variables variables = 
 const std::string basic = "Running basic DDP example", checkpoint = "Running DDP checkpoint example",
                   model_parallel = "Running DDP with model parallel example";
 
+/// The lines of a rank of all demos, in order.
+std::vector<std::string> all_demos(int rank) {
+  std::vector<std::string> lines;
+  for (const auto& demo : {basic, checkpoint, model_parallel})
+    lines.push_back(fmt::format("{} on rank {}.", demo, rank));
+  return lines;
+}
+
 }  // namespace
 
 TEST_CASE("ddp_toy runs the tutorial's demos in turn and removes the checkpoint") {
   const TemporaryFolder folder;
   FolderWatch watch(folder.path());
-  // Variables of a run that is started by hand do not disturb the demos' own processes.
-  auto variables = by_hand(0, 2, free_port());
-  variables["TMPDIR"] = folder.path().string();
-  const auto port = std::to_string(free_port());
-
-  const auto all = run_demo({"--cpu-devices", "5", "--nproc", "2", "--port", port}, variables);
+  // Without --nproc, one process for each two devices.
+  const auto all = run_demo({"--cpu-devices", "5"}, {{"TMPDIR", folder.path().string()}});
   CHECK(all.code == 0);
-  std::vector<std::string> expected;
-  for (const auto& demo : {basic, checkpoint, model_parallel})
-    for (const auto& line : of_ranks(demo, 2)) expected.push_back(line);
-  std::sort(expected.begin(), expected.end());
-  CHECK(sorted_lines(all.out) == expected);
-  CHECK(all.out.rfind(basic) < all.out.find(checkpoint));
-  CHECK(all.out.rfind(checkpoint) < all.out.find(model_parallel));
+  for (int rank : {0, 1}) CHECK(of_rank(all.out, rank) == all_demos(rank));
+  CHECK(count(all.out, "\n") == 6);
 
   const auto made = watch.made();
   CHECK(std::any_of(made.begin(), made.end(),
@@ -111,6 +118,13 @@ TEST_CASE("ddp_toy runs one demo under a launcher", "[.release]") {
   for (int rank : {0, 1})
     CHECK(ranks[rank].out() == "Start running basic DDP example on rank " + std::to_string(rank) + ".\n");
 
+  // All demos by hand.
+  Together demos({test_program("ddp_toy"), "--cpu-devices", "4", "--checkpoint", file}, 2,
+                 {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", "-1"}});
+  CHECK(demos.wait(Milliseconds(60000)) == std::vector<int>{0, 0});
+  for (int rank : {0, 1}) CHECK(lines_of(demos[rank].out()) == all_demos(rank));
+  CHECK(folder.files() == 0);
+
   // In a batch script of Slurm, which is no rank.
   const auto batch = run_demo({"basic", "--nproc", "2"},
                               {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}});
@@ -138,16 +152,6 @@ TEST_CASE("ddp_toy refuses on one line what it cannot run") {
            {"OMPI_COMM_WORLD_SIZE", "2"},
            {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
-}
-
-TEST_CASE("ddp_toy names --port where the port of its demos is in use") {
-  const TakenPort taken;
-  const int used = taken.number();
-  const auto ended = run_demo({"--cpu-devices", "2", "--port", std::to_string(used)});
-  INFO(ended.error);
-  CHECK(ended.code == 1);
-  CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));
-  CHECK_THAT(ended.error, ContainsSubstring("give World::join a free one on every rank (--port)"));
 }
 
 }  // namespace ddp_toy_test

@@ -98,6 +98,13 @@ TEST_CASE("examples under each launcher", "[.release]") {
   if (launcher == "mpiexec.hydra")
     runs.insert(runs.end(), {mnist,
                              gan,
+                             {"average_gradients",
+                              {"group"},
+                              {{"world size:2. I'm rank 0.\n", 1}, {"world size:2. I'm rank 1.\n", 1}}},
+                             {"ddp_toy",
+                              {"--cpu-devices", "4", "--checkpoint", "toy.checkpoint"},
+                              {{"Running basic DDP example on rank 1.\n", 1},
+                               {"Running DDP with model parallel example on rank 0.\n", 1}}},
                              {"libtorch_dcgan_ddp",
                               {"--samples", "32", "--batch-size", "8", "--epochs", "1", "--checkpoint-every",
                                "2", "--data-dir", full_mnist()},
@@ -147,25 +154,6 @@ TEST_CASE("examples under each launcher", "[.release]") {
       CHECK(count(ended.out, line) == times);
     }
     CHECK((folder.files() > 0) == saves);
-  }
-}
-
-TEST_CASE("programs that start processes of their own refuse a launcher", "[.release]") {
-  const Variables launched{{"OMPI_COMM_WORLD_RANK", "0"},
-                           {"OMPI_COMM_WORLD_SIZE", "2"},
-                           {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
-                           {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
-  for (const auto& command :
-       {std::vector<std::string>{"average_gradients", "group"}, {"ddp_toy", "--cpu-devices", "2"}}) {
-    auto all = command;
-    all.front() = test_program(command.front());
-    const Ended ended = run(all, launched);
-    INFO(ended.error);
-    CHECK(ended.code == 2);
-    CHECK(ended.out.empty());
-    CHECK_THAT(ended.error,
-               ContainsSubstring("mpirun of Open MPI has already started the ranks of this run"));
-    CHECK(count(ended.error, "\n") == 1);
   }
 }
 

@@ -4,9 +4,7 @@
 #include "support/catch.hpp"
 
 std::array<const void*, 2> addresses_in_a() {
-  return {&lockstep::detail::process_rank,
-          reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::AnyRankSource&)>(
-              &lockstep::World::from_environment))};
+  return {&lockstep::detail::process_rank, reinterpret_cast<const void*>(&lockstep::World::from_environment)};
 }
 
 TEST_CASE("every header may be included in several files of one program") {

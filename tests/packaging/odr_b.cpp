@@ -2,9 +2,7 @@
 #include "odr.hpp"
 
 std::array<const void*, 2> addresses_in_b() {
-  return {&lockstep::detail::process_rank,
-          reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::AnyRankSource&)>(
-              &lockstep::World::from_environment))};
+  return {&lockstep::detail::process_rank, reinterpret_cast<const void*>(&lockstep::World::from_environment)};
 }
 
 // Communicators made and used here, so that whatever tables they bring are emitted in this program.

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -151,8 +152,11 @@ def check_namespaces(program):
         return
     with tempfile.TemporaryDirectory() as folder:
         processes = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         for rank in range(RANKS):
-            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCKSTEP_RENDEZVOUS": f"file://{folder}/meeting"}
+            environment = {**os.environ, **master, "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
             command = [*(namespace + flags if rank == 1 else []), program, folder, "clocks", "0", "0"]
             processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for process in processes:

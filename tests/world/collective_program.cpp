@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 
@@ -73,9 +73,8 @@ int rank_of(const std::string& mode, lockstep::World world) {
     const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
     lockstep::detail::StoreConnection store({url.host, url.port}, 30s);
     world.log.all().info("rank {} waits for a death", world.rank());
-    store.request(
-        lockstep::detail::StoreOperation::wait, lockstep::detail::StoreConnection::Clock::now() + 30s,
-        [](lockstep::detail::FrameWriter& out) { out.texts({lockstep::detail::store_keys::lost(1)}); });
+    while (!lockstep::detail::RunClient(store, 30s).members({1}).at(0).lost)
+      std::this_thread::sleep_for(10ms);
   }
   if (mode == "never comes") lockstep_test::meet(world);
   if (mode.starts_with("retries")) {
@@ -129,5 +128,20 @@ int rank_of(const std::string& mode, lockstep::World world) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (const std::string mode = argv[1]; mode.starts_with("level one")) try {  // without launch
+      const auto world = lockstep::World::from_environment();
+      static_cast<void>(world.store());
+      if (world.rank() == 1)
+        std::this_thread::sleep_for(1s);  // the others wait by then: rank 0 hosts the store
+      if (world.rank() == 1 && mode.ends_with("dies")) std::abort();
+      if (world.rank() == 1) throw lockstep::DataError("a bad file");
+      lockstep::GlooComm comm{world};
+      comm.barrier();
+    } catch (const lockstep::Error& error) {
+      fmt::print("{} of rank {}\n",
+                 error.failure().kind == lockstep::FailureKind::consequence ? "consequence" : "error",
+                 error.failure().cause);
+      return 1;
+    }
   return lockstep::launch(argc, argv, [&](lockstep::World world) { return rank_of(argv[1], world); });
 }

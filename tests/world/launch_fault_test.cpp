@@ -7,9 +7,9 @@
 
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
@@ -19,7 +19,7 @@ namespace launch_fault_test {
 
 using namespace std::chrono_literals;
 using lockstep_test::await_sign_in;
-using lockstep_test::by_file;
+
 using lockstep_test::by_hand;
 using lockstep_test::count;
 using lockstep_test::processes_left;
@@ -99,7 +99,7 @@ TEST_CASE("bad input ends on one line with exit code 2, before anything starts")
             "WORLD_SIZE=2 is set but RANK is not"},
            {{"well"}, {{"OMPI_COMM_WORLD_SIZE", "2"}}, "OMPI_COMM_WORLD_SIZE=2 is set but"},
            {{"well", "--nproc", "4"}, by_hand(4, 7, 29999), "WORLD_SIZE=7 allows no rank above 6"},
-           {{"level one"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
+           {{"well"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
            {{"well"}, {{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
            {{"well"}, {{"LOCKSTEP_LOG_LEVEL", "loud"}}, "LOCKSTEP_LOG_LEVEL=loud is no level"},
            {{"usage", "--nproc", "3"}, {}, "--epochs -1 is too small"},
@@ -191,31 +191,15 @@ TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
   }
 }
 
-TEST_CASE("ranks by hand meet in a file, also late ones", "[.release]") {
-  for (const char* mode : {"well", "late"}) {
-    const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
-    for (int run = 0; run < 2; ++run) {  // the file of a run that has ended well does not refuse the next
-      Together ranks;
-      for (int rank = 0; rank < 3; ++rank) ranks.add({program, mode}, by_file(rank, 3, path));
-      CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
-      for (const auto& process : ranks.all) CHECK(process->error().empty());
-    }
-    std::remove(path.c_str());
-  }
-}
-
 TEST_CASE("a failure by hand reaches the other ranks through the store") {
-  for (const char* mode : {"throws", "level one"}) {
-    Together ranks({program, mode}, 3);
-    CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
-    const std::string text = mode == std::string("throws") ? "no such digit" : "a bad file";
-    for (const auto& process : ranks.all) {
-      INFO(process->error());
-      CHECK_THAT(process->error(), ContainsSubstring(text));
-      CHECK(count(process->error(), "\n") == 1);
-    }
-    CHECK(processes_left(ranks.marker) == 0);
+  Together ranks({program, "throws"}, 3);
+  CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
+  for (const auto& process : ranks.all) {
+    INFO(process->error());
+    CHECK_THAT(process->error(), ContainsSubstring("no such digit"));
+    CHECK(count(process->error(), "\n") == 1);
   }
+  CHECK(processes_left(ranks.marker) == 0);
 }
 
 TEST_CASE("without a launcher the headline names the culprit, not who noticed") {
@@ -550,33 +534,18 @@ TEST_CASE("two steps of a job that get one port do not become one run") {
   CHECK(ranks.wait() == std::vector<int>{0, 1, 0});
 }
 
-TEST_CASE("two processes with a source of ranks of the program's own") {
-  const auto place = [](const std::string& rank, int port) {
-    return lockstep_test::Variables{{"MADE_UP_RANK", rank},
-                                    {"MADE_UP_SIZE", "2"},
-                                    {"MASTER_ADDR", "127.0.0.1"},
-                                    {"MASTER_PORT", std::to_string(port)}};
-  };
-  const Strings command{program, "source of ranks"};
+TEST_CASE("under a launcher that lockstep does not know a program sets torchrun's variables itself") {
   Together ranks;
   const int port = lockstep_test::free_port();
-  for (const char* rank : {"0", "1"}) ranks.add(command, place(rank, port));
+  for (const char* rank : {"0", "1"})
+    ranks.add({program, "unknown launcher"},
+              {{"MADE_UP_RANK", rank}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_PORT", std::to_string(port)}});
   CHECK(ranks.wait() == std::vector<int>{0, 0});
   for (int rank : {0, 1})
     CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("rank {0} of 2, local {0} of 2\n", rank)));
-  CHECK_THAT(ranks[0].error(),
-             ContainsSubstring(fmt::format("started by madeup (MADE_UP_RANK, MADE_UP_SIZE), rendezvous at "
-                                           "tcp://127.0.0.1:{}; ",
-                                           port)));
-  for (const auto& [rank, text] : std::vector<std::pair<std::string, std::string>>{
-           {"5", "madeup has assigned rank 5 of 2 (MADE_UP_RANK=5, MADE_UP_SIZE=2): it must be in 0 to 1"},
-           {"five",
-            "the program's source of ranks has failed after it read MADE_UP_RANK=five, MADE_UP_SIZE=2 "
-            "(std::invalid_argument: stoi): set the launcher's variables to values that it can read"}}) {
-    const auto result = run(command, place(rank, port), 20s);
-    CHECK(result.code == 2);
-    CHECK(result.error == fmt::format("error: {}\n", text));
-  }
+  CHECK_THAT(ranks[0].about_run(),
+             ContainsSubstring(fmt::format(
+                 "started by hand (RANK, WORLD_SIZE), rendezvous at tcp://127.0.0.1:{}; ", port)));
 }
 
 TEST_CASE("a launcher's single rank writes the line about the run, a process alone does not") {
@@ -598,32 +567,23 @@ TEST_CASE("a launcher's single rank writes the line about the run, a process alo
 
 TEST_CASE("a rank that does not come is named while it is waited for, and at the end", "[.release]") {
   const int port = lockstep_test::free_port();
-  const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
-  Together by_port, by_path;
-  for (int rank : {0, 1})
-    for (auto* ranks : {&by_port, &by_path}) {
-      auto variables = ranks == &by_port ? by_hand(rank, 3, port) : by_file(rank, 3, path);
-      variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "13";  // c10d's FileStore waits up to a second longer
-      ranks->add({program, "well"}, variables);
-    }
+  Together ranks;
+  for (int rank : {0, 1}) {
+    auto variables = by_hand(rank, 3, port);
+    variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "13";
+    ranks.add({program, "well"}, variables);
+  }
   connect_to(port);  // rank 0 listens
   CHECK_THROWS(lockstep::detail::StoreConnection({"127.0.0.1", port, "of another run"}, 20s));
   const auto doubt = fmt::format(
       "ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0; a process at "
       "127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none",
       lockstep::detail::host_name());
-  CHECK(by_port[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
-  CHECK(by_path[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
-  for (auto* ranks : {&by_port, &by_path}) {
-    CHECK(ranks->wait(60s) == std::vector<int>{1, 1});
-    for (const auto& process : ranks->all) {
-      INFO(process->error());
-      CHECK_THAT(process->error(), ContainsSubstring("rank 2 of 3 did not join within 13 s"));
-      if (ranks == &by_port)
-        CHECK_THAT(process->error(), ContainsSubstring("its LOCKSTEP_STORE_SECRET differs"));
-    }
-  }
-  std::remove(path.c_str());
+  CHECK(ranks[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
+  CHECK(ranks.wait(60s) == std::vector<int>{1, 1});
+  for (const auto& process : ranks.all)
+    CHECK_THAT(process->error(), ContainsSubstring("rank 2 of 3 did not join within 13 s") &&
+                                     ContainsSubstring("its LOCKSTEP_STORE_SECRET differs"));
 }
 
 TEST_CASE("a rank that fails before all have joined ends those that wait for it") {
@@ -696,22 +656,16 @@ TEST_CASE("a rank that is killed while it waits for others ends those that wait 
 
 TEST_CASE("a rank that is started again in place of a killed one is told that it cannot replace it") {
   using namespace lockstep::detail;
-  const StoreServer server(listen_on("127.0.0.1", 0), "", StoreServer::default_hello_timeout, 10min);
-  // The store of a run whose rank 1 has signed in and was killed.
-  const auto until = StoreConnection::Clock::now() + 20s;
-  const auto set = [&](StoreConnection& connection, const std::string& key, const std::string& value) {
-    connection.request(StoreOperation::set, until,
-                       [&](FrameWriter& out) { out.texts({key}).texts({value}); });
-  };
+  const StoreServer server(listen_on("127.0.0.1", 0), "", lockstep::detail::hello_timeout, 10min);
+  // The store of a run whose rank 1 has joined and was killed.
   StoreConnection other({"127.0.0.1", server.port()}, 20s);
   {
     StoreConnection rank({"127.0.0.1", server.port()}, 20s);
-    set(rank, store_keys::size, "3 0");
-    set(rank, store_keys::rank(1), "nodeB pid 811\nnodeB\n");
-    rank.request(StoreOperation::bind_rank, until,
-                 [](FrameWriter& out) { out.integer(1).text("nodeB pid 811"); });
+    rank.request(StoreOperation::join, StoreConnection::Clock::now() + 20s, [](FrameWriter& out) {
+      out.value(1).value(3).value(RankIdentity{"nodeB pid 811", "nodeB"}).byte(1);
+    });
   }
-  other.request(StoreOperation::wait, until, [](FrameWriter& out) { out.texts({store_keys::lost(1)}); });
+  while (!RunClient(other, 20s).members({1}).at(0).lost) std::this_thread::sleep_for(10ms);
   Together ranks;
   ranks.add({program, "well"}, by_hand(1, 3, server.port()));
   CHECK(ranks.wait() == std::vector<int>{1});
@@ -870,10 +824,6 @@ TEST_CASE("without a launcher one rank of a host works first in local_zero_first
       CHECK(ranks[rank].error().find("c10") == std::string::npos);
     }
   }
-  const auto joined =
-      run({program, "spawn joins", fmt::format("tcp://localhost:{}", lockstep_test::free_port())});
-  CHECK(count(joined.out, "local ") == 3);
-  for (int rank : {0, 1, 2}) CHECK(count(joined.out, fmt::format("local {} of 3\n", rank)) == 1);
 }
 
 TEST_CASE("each rank gets the program's own arguments") {
@@ -885,92 +835,34 @@ TEST_CASE("each rank gets the program's own arguments") {
           1);
 }
 
-TEST_CASE("spawn runs and joins, one call after the other") {
-  const auto result = run({program, "spawn"});
-  INFO(result.out << result.error);
-  CHECK(result.code == 0);
-  CHECK_THAT(result.out, ContainsSubstring("[rank 2] first 2 of 3\n"));
-  CHECK_THAT(result.out, ContainsSubstring("[rank 1] second 1 of 2\n"));
-  CHECK(count(result.out, " of ") == 5);
-  CHECK(count(result.out, "joined") == 1);
-  CHECK(result.out.find("second") > result.out.rfind("first"));
-  CHECK(result.left == 0);
-}
-
-TEST_CASE("a spawned process that fails ends all and names itself") {
-  const auto result = run({program, "spawn fails"});
-  CHECK(result.code == 1);
-  CHECK_THAT(result.error, ContainsSubstring("error: rank 2 (pid "));
-  CHECK_THAT(result.error, ContainsSubstring("failed: a bad file"));
-  CHECK(count(result.error, "\n") == 1);
-  CHECK(result.out.empty());
-  CHECK(result.left == 0);
-}
-
-TEST_CASE(
-    "spawn refuses a launcher of several ranks, and takes variables set by hand for those of the program") {
-  for (const auto& [launcher, variables] : std::vector<std::pair<std::string, lockstep_test::Variables>>{
-           {"mpirun of Open MPI has already started the ranks of this run (OMPI_COMM_WORLD_RANK, "
-            "OMPI_COMM_WORLD_SIZE)",
-            {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}}},
-           {"torchrun has already started the ranks of this run (RANK, WORLD_SIZE)",
-            {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}, {"TORCHELASTIC_RUN_ID", "none"}}}}) {
-    const auto result = run({program, "spawn"}, variables);
-    CHECK(result.code == 2);
-    CHECK(result.out.empty());
-    CHECK(result.error ==
-          fmt::format("error: spawn(3): {}: start the program without it, or call launch instead of "
-                      "spawn\n",
-                      launcher));
-    CHECK(result.left == 0);
-  }
-  for (const lockstep_test::Variables& variables : std::vector<lockstep_test::Variables>{
-           {{"RANK", "1"}, {"WORLD_SIZE", "2"}},
-           {{"OMPI_COMM_WORLD_RANK", "0"},  // mpirun of one process in a batch script of three tasks
-            {"OMPI_COMM_WORLD_SIZE", "1"},
-            {"SLURM_JOB_ID", "7"},
-            {"SLURM_PROCID", "0"},
-            {"SLURM_NTASKS", "3"}}}) {
-    const auto result = run({program, "spawn"}, variables);
-    INFO(result.error);
-    CHECK(result.code == 0);
-    CHECK(count(result.out, " of ") == 5);
+TEST_CASE("processes that give World::join one URL become one run", "[.release]") {
+  const auto url = fmt::format("tcp://localhost:{}", lockstep_test::free_port());
+  Together ranks;
+  for (int rank : {0, 1, 2}) ranks.add({program, "joins", url, std::to_string(rank), "3"}, {});
+  CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
+  for (int rank : {0, 1, 2}) {
+    INFO(ranks[rank].error());
+    CHECK(ranks[rank].out() == fmt::format("local {} of 3\n", rank));
   }
 }
 
-TEST_CASE("spawned processes meet where they agree to", "[.release]") {
-  const auto path = fmt::format("/tmp/lockstep_spawn_{}", lockstep_test::new_marker());
-  for (const auto& url : {fmt::format("tcp://localhost:{}", lockstep_test::free_port()), "file://" + path}) {
-    const auto result = run({program, "spawn joins", url});
-    INFO(url << "\n" << result.out << result.error);
-    CHECK(result.code == 0);
-    CHECK(count(result.out, "met 3\n") == 1);
-  }
-  std::remove(path.c_str());
-}
-
-TEST_CASE("spawned processes join no store of another run", "[.release]") {
+TEST_CASE("an error at the URL of World::join names the call") {
   using namespace lockstep::detail;
-  const auto joins = [](const std::string& secret, const lockstep_test::Variables& variables) {
-    const StoreServer other(listen_on("127.0.0.1", 0), secret);
-    const auto result =
-        run({program, "spawn joins", fmt::format("tcp://127.0.0.1:{}", other.port())}, variables);
+  const auto joins = [](int port, const char* rank) {
+    auto result = run({program, "joins", fmt::format("tcp://127.0.0.1:{}", port), rank, "2"});
     INFO(result.out << result.error);
-    CHECK(result.left == 0);
-    if (result.code != 0) {
-      // The failure of rank 0, which cannot host its store, or that of another rank.
-      CHECK(count(result.error, fmt::format("port {} is already in use", other.port())) +
-                count(result.error,
-                      fmt::format(
-                          "the store at 127.0.0.1:{} (the URL given to World::join) belongs to another run",
-                          other.port())) ==
-            1);
-      CHECK(count(result.out, "met 3\n") == 0);
-    }
-    return result.code;
+    CHECK(result.code == 1);
+    CHECK(count(result.error, "\n") == 1);
+    return result.error;
   };
-  for (const std::string secret : {"", "of another run"}) CHECK(joins(secret, {}) == 1);
-  CHECK(joins("of all", {{"LOCKSTEP_STORE_SECRET", "of all"}}) == 0);
+  const StoreServer other(listen_on("127.0.0.1", 0), "of another run");
+  CHECK_THAT(joins(other.port(), "0"),
+             ContainsSubstring(fmt::format("port {} is already in use", other.port())) &&
+                 ContainsSubstring("give World::join a free one on every rank"));
+  CHECK_THAT(
+      joins(other.port(), "1"),
+      ContainsSubstring(fmt::format(
+          "the store at 127.0.0.1:{} (the URL given to World::join) belongs to another run", other.port())));
 }
 
 TEST_CASE("each rank gets its share of the cores") {
@@ -978,6 +870,19 @@ TEST_CASE("each rank gets its share of the cores") {
   CHECK(count(result.out, fmt::format("threads {}\n", std::max(1, lockstep::detail::usable_cores() / 2))) ==
         2);
   CHECK(count(run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", "2"}}).out, "threads 2\n") == 2);
+  CHECK(count(run({program, "threads", "--nproc", "2", "--threads", "3"}, {{"OMP_NUM_THREADS", "2"}}).out,
+              "threads 3\n") == 2);
+  CHECK_THAT(run({program, "threads", "--threads", "none"}).error,
+             ContainsSubstring("--threads none is not a number"));
+}
+
+TEST_CASE("a World without launch leaves the process as it was") {
+  Together ranks({program, "untouched"}, 2);
+  CHECK(ranks.wait() == std::vector<int>{0, 0});
+  for (const auto& process : ranks.all) {
+    INFO(process->error());
+    CHECK(process->out() == "threads 3\n");
+  }
 }
 
 TEST_CASE("progress is a bar on a terminal and lines elsewhere") {

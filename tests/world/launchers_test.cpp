@@ -25,8 +25,8 @@ lockstep::Variables variables(Values values) {
   };
 }
 
-std::optional<lockstep::LaunchedRank> found(Values values) {
-  return lockstep::launched_rank(variables(std::move(values)));
+std::optional<lockstep::detail::LaunchedRank> found(Values values) {
+  return lockstep::detail::launched_rank(variables(std::move(values)));
 }
 
 std::string refusal(Values values) {
@@ -107,51 +107,6 @@ TEST_CASE("several ranks without the rank of this one are refused, since each pr
   // A launcher of one process sets no more than that.
   for (const char* size : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
     CHECK(!found({{size, "1"}}));
-}
-
-TEST_CASE("a program's own source of ranks fails with the variables that it has read") {
-  const auto source = [](const lockstep::Variables& values) {
-    const auto rank = values("MADE_UP_RANK"), size = values("MADE_UP_SIZE");
-    if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
-    lockstep::LaunchedRank place{"madeup", std::stoi(*rank), std::stoi(*size)};
-    if (const auto local = values("MADE_UP_LOCAL")) {
-      place.local_rank = std::stoi(*local);
-      place.local_size = 1;
-    }
-    if (values("MADE_UP_HOST")) place.master_addr = "h";
-    return std::optional(place);
-  };
-  const auto error = [&](Values values) -> std::string {
-    values.insert({{"MASTER_ADDR", "h"}});
-    try {
-      lockstep::read_environment(variables(std::move(values)), source);
-    } catch (const lockstep::UsageError& thrown) {
-      return thrown.what();
-    }
-    return "accepted";
-  };
-  const std::string port = "MASTER_PORT";
-  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) == "accepted");
-  CHECK(error({{"MADE_UP_RANK", "5"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
-        "madeup has assigned rank 5 of 2 (MADE_UP_RANK=5, MADE_UP_SIZE=2): it must be in 0 to 1");
-  CHECK(error({{"MADE_UP_RANK", "-1"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
-        "madeup has assigned rank -1 of 2 (MADE_UP_RANK=-1, MADE_UP_SIZE=2): it must be in 0 to 1");
-  CHECK(error({{"MADE_UP_RANK", "0"}, {"MADE_UP_SIZE", "0"}, {port, "1"}}) ==
-        "madeup has assigned a world size of 0 (MADE_UP_RANK=0, MADE_UP_SIZE=0): it must be at least 1");
-  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_LOCAL", "3"}, {port, "1"}}) ==
-        "madeup has assigned local rank 3 of 1 to rank 1 of 2 (MADE_UP_RANK=1, MADE_UP_SIZE=2, "
-        "MADE_UP_LOCAL=3): it must be below the number of ranks on its host and not above the rank");
-  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_HOST", "h"}}) ==
-        "madeup has assigned port 0 for the rendezvous (MADE_UP_RANK=1, MADE_UP_SIZE=2, MADE_UP_HOST=h): it "
-        "must be in 1 to 65535");
-  CHECK(error({{"MADE_UP_RANK", "five"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
-        "the program's source of ranks has failed after it read MADE_UP_RANK=five, MADE_UP_SIZE=2 "
-        "(std::invalid_argument: stoi): set the launcher's variables to values that it can read");
-  // An error of the source's own stays as it is.
-  const auto own = [](const lockstep::Variables&) -> std::optional<lockstep::LaunchedRank> {
-    throw lockstep::UsageError("start it by madeup");
-  };
-  CHECK_THROWS_WITH(lockstep::read_environment(variables({}), own), "start it by madeup");
 }
 
 TEST_CASE("which launcher has started a process as its only rank, for the line about the run") {
@@ -337,6 +292,9 @@ TEST_CASE("the environment and the plan follow the launcher") {
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
   CHECK_THROWS_WITH(plan({}, script), ContainsSubstring("was not started by srun"));
   CHECK(plan({"--nproc", "2"}, script).nproc == 2);
+  const auto alone = plan({"--nproc", "1"}, script);
+  CHECK(alone.worker);
+  CHECK(lockstep::read_environment(alone.variables).size == 1);
   // mpirun inside the batch script has started the processes that --nproc names.
   Values inside = script;
   inside.insert({{"OMPI_COMM_WORLD_RANK", "1"},
@@ -354,19 +312,13 @@ TEST_CASE("the environment and the plan follow the launcher") {
   one.insert({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
   CHECK(!found(one));
 
-  // A launcher that lockstep does not know: the program's own source of ranks.
-  const auto jsrun = [](const lockstep::Variables& values) {
-    const auto rank = values("JSM_NAMESPACE_RANK"), size = values("JSM_NAMESPACE_SIZE");
-    if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
-    return std::optional(lockstep::LaunchedRank{"jsrun", std::stoi(*rank), std::stoi(*size)});
-  };
-  static_assert(lockstep::RankSource<decltype(jsrun)> && lockstep::RankSource<lockstep::AnyRankSource>);
-  static_assert(!lockstep::RankSource<int (*)()>);
-  const Values jsm{
-      {"JSM_NAMESPACE_RANK", "1"}, {"JSM_NAMESPACE_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
-  CHECK(lockstep::read_environment(variables(jsm), jsrun).rank == 1);
-  CHECK(plan({}, jsm, {.nproc = 2, .rank_source = jsrun}).worker);
-  CHECK_THROWS_WITH(plan({"--nproc", "2"}, jsm, {.rank_source = jsrun}), ContainsSubstring("leave --nproc"));
+  // A launcher of PMI that assigns no local ranks.
+  const Values global{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
+  CHECK(read(global).rank == 1);
+  CHECK(plan({}, global, {.nproc = 2}).worker);
+  CHECK_THROWS_WITH(plan({"--nproc", "2"}, global),
+                    "--nproc 2 contradicts mpiexec, which has started this process (PMI_RANK, PMI_SIZE): "
+                    "leave --nproc out");
 }
 
 TEST_CASE("only the ranks of torchrun and of --nproc are known to be consecutive on a host") {
@@ -393,16 +345,6 @@ TEST_CASE("the ranks of one run of a launcher have one secret, those of another 
   CHECK(secret(one) == secret(changed(one, "OMPI_COMM_WORLD_RANK", "1")));
   CHECK(secret(one) != secret(changed(one, "PMIX_NAMESPACE", "42")));
   CHECK(secret(changed(one, "PMIX_NAMESPACE", std::string(400, 'n'))).size() <= 256);
-  // That of spawn is for processes that meet on this host: those of other hosts do not have it.
-  const Values spawned{{"LOCKSTEP_SPAWN_SECRET", "drawn"}};
-  const auto of = [](const char* url, const Values& values) {
-    return lockstep::detail::store_secret(url, variables(values));
-  };
-  for (const char* here : {"tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"})
-    CHECK(of(here, spawned) == "drawn");
-  for (const char* elsewhere : {"tcp://node1:1", "tcp://10.0.0.1:1", "file:///tmp/meet"})
-    CHECK(of(elsewhere, spawned).empty());
-  CHECK(of("tcp://localhost:1", changed(spawned, "LOCKSTEP_STORE_SECRET", "mine")) == "mine");
 }
 
 TEST_CASE("no launcher") {
@@ -510,12 +452,11 @@ TEST_CASE("variables of a launcher that contradict each other are refused, by na
   CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "4")),
              ContainsSubstring("OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"));
   CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5")),
-             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts 4 ranks in all"));
-  CHECK(
-      refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2")) ==
-      "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
-      "smaller "
-      "than its number here. Pass the launcher's whole environment on, or unset OMPI_COMM_WORLD_LOCAL_RANK");
+             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts OMPI_COMM_WORLD_SIZE=4"));
+  CHECK(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2")) ==
+        "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
+        "smaller than its number here: pass the launcher's whole environment on, or unset "
+        "OMPI_COMM_WORLD_LOCAL_RANK");
   CHECK(
       refusal(changed(slurm, "SLURM_STEP_NUM_TASKS", "4")) ==
       "SLURM_STEP_TASKS_PER_NODE=2,1 (3 tasks in all) contradicts SLURM_STEP_NUM_TASKS=4: pass srun's whole "

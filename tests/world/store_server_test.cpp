@@ -13,8 +13,8 @@
 
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "support/catch.hpp"
 
 namespace store_server_test {
@@ -58,9 +58,13 @@ struct Client {
                [&](FrameWriter& out) { out.text(key).text(expected).text(desired); });
   }
 
-  void bind_rank(int rank, const std::string& process) {
-    ask(StoreOperation::bind_rank,
-        [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
+  [[nodiscard]] RunClient run() { return {connection, timeout}; }
+  // Joins a run of 3 ranks as a process that will be killed.
+  std::string join(int rank, const std::string& process) {
+    const auto reply = ask(StoreOperation::join, [&](FrameWriter& out) {
+      out.value(rank).value(3).value(RankIdentity{process}).byte(1);
+    });
+    return decoded<JoinAnswer>(reply).rank.identity->process;
   }
 
   StoreConnection connection;
@@ -69,7 +73,7 @@ struct Client {
 
 struct Served {
   explicit Served(std::string secret = "open sesame", std::chrono::milliseconds hello_timeout = 10s,
-                  std::chrono::milliseconds end_grace = StoreServer::default_end_grace)
+                  std::chrono::milliseconds end_grace = lockstep::detail::end_grace)
       : server(std::make_unique<StoreServer>(listen_on("127.0.0.1", 0), secret, hello_timeout, end_grace)),
         endpoint{"127.0.0.1", server->port(), std::move(secret)} {}
 
@@ -193,7 +197,7 @@ Strings pushed_to(Client& client, std::size_t enough, std::chrono::milliseconds 
   client.connection.serve(
       [&](StorePush kind, FrameReader& in) {
         if (kind == StorePush::event) {
-          const Event event = Event::decode(in.rest());
+          const auto event = in.value<Event>();
           words.push_back(fmt::format("{} {}", static_cast<int>(event.kind), event.failure.message));
         } else {
           words.emplace_back(kind == StorePush::question ? "question" : "calls");
@@ -210,12 +214,10 @@ TEST_CASE("subscribers are sent the events, of failures the first, in one order"
   const auto subscribe = [](Client& client, std::uint64_t rank) {
     client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
   };
-  const auto publish = [&](const Event& event) {
-    return publisher.ask(StoreOperation::publish, [&](FrameWriter& out) { out.text(event.encode()); }) ==
-           std::string(1, '\1');
-  };
+  const auto publish = [&](const Event& event) { return publisher.run().publish(event); };
   subscribe(early, 1);
-  CHECK(publish({.kind = Event::departed, .rank = 3, .group = "g"}));
+  CHECK(publish({.kind = Event::departed, .rank = 3, .group = "g"}));  // whom nobody waits for
+  CHECK(publish({.kind = Event::departed, .rank = 0, .group = "g"}));
   CHECK(publish({.failure = {.rank = 0, .message = "boom"}}));
   CHECK(!publish({.failure = {.rank = 2, .message = "another"}}));
   CHECK(!publish({.failure = {.rank = 4, .message = "boom"}}));  // ranks fail alike
@@ -223,28 +225,26 @@ TEST_CASE("subscribers are sent the events, of failures the first, in one order"
   subscribe(late, 2);
   const Strings all{"2 ", "0 boom", "1 "};
   CHECK(pushed_to(early, 3) == all);
-  CHECK(pushed_to(late, 1, 300ms) == Strings{"0 boom"});
-  CHECK(decode_failure(late.get(store_keys::failure)).rank == 0);
+  CHECK(pushed_to(late, 3, 300ms) == Strings{"0 boom", "1 "});
+  CHECK(late.run().summary().failure->rank == 0);
 }
 
 TEST_CASE("who asks gets the last reports with their ages, and the ranks are asked to report again, once") {
   const Served served;
   Client asked(served.endpoint), one(served.endpoint);
-  asked.ask(StoreOperation::subscribe, [](FrameWriter& out) { out.integer(7); });
-  asked.connection.post(StoreOperation::report, [](FrameWriter& out) { out.text("here"); });
+  asked.ask(StoreOperation::subscribe, [](FrameWriter& out) { out.value(7); });
+  const std::vector<RankPosition> positions{{"g", {.operation = "barrier", .sequence = 3}}};
+  asked.connection.post(StoreOperation::report,
+                        [&](FrameWriter& out) { out.value(positions).value(std::vector<CallMarks>{}); });
   asked.check({"k"});  // the server has read it
-  const auto ask = [&] {
-    const std::string reply =
-        one.ask(StoreOperation::ask, [](FrameWriter& out) { out.integer(7).integer(9); });
-    FrameReader in(reply);
-    CHECK(in.integer() < 5000);
-    CHECK(in.text() == "here");
-    CHECK(in.integer() == ~std::uint64_t{0});  // nobody is rank 9
-    CHECK(in.text().empty());
-    CHECK(in.whole());
-  };
-  ask();
-  ask();
+  for (int times = 0; times < 2; ++times) {
+    const auto reports = one.run().reports("g", {7, 9});
+    REQUIRE(reports.size() == 2);
+    CHECK((reports[0].age >= 0 && reports[0].age < 5000));
+    REQUIRE(reports[0].positions.size() == 1);
+    CHECK(reports[0].positions[0].call.sequence == 3);
+    CHECK(reports[1].age == -1);  // nobody is rank 9
+  }
   CHECK(pushed_to(asked, 2, 300ms) == Strings{"question"});
 }
 
@@ -254,17 +254,15 @@ TEST_CASE(
   Client one(served.endpoint), two(served.endpoint);
   const auto report = [](Client& client, std::uint64_t rank, std::uint64_t hash) {
     client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
-    client.connection.post(StoreOperation::report, [&](FrameWriter& out) {
-      out.text("").text("g").integer(2).text(
-          FrameWriter().integer(5).integer(1).integer(6).integer(hash).payload());
-    });
+    const std::vector<CallMarks> marks{{"g", 2, {{5, 1}, {6, hash}}}};
+    client.connection.post(StoreOperation::report,
+                           [&](FrameWriter& out) { out.value(std::vector<RankPosition>{}).value(marks); });
     client.check({"k"});  // the server has read it
   };
   const auto send = [](Client& client, const char* operation, std::uint64_t hash) {
     const std::vector<RecordedCall> calls{{1, "barrier", {.operation = "barrier", .sequence = 5}},
                                           {hash, operation, {.operation = operation, .sequence = 6}}};
-    client.connection.post(StoreOperation::calls,
-                           [&](FrameWriter& out) { out.text("g").text(RecordedCall::encode(calls)); });
+    client.connection.post(StoreOperation::calls, [&](FrameWriter& out) { out.text("g").value(calls); });
   };
   report(one, 1, 7);
   report(two, 2, 8);
@@ -272,12 +270,13 @@ TEST_CASE(
   CHECK(pushed_to(two, 1) == Strings{"calls"});
   send(one, "all_reduce", 7);
   send(two, "broadcast", 8);
-  const lockstep::Failure failure = decode_failure(one.get(store_keys::failure));
-  CHECK(failure.kind == lockstep::FailureKind::mismatch);
-  CHECK(failure.rank == 1);
-  CHECK(failure.cause == 2);
-  CHECK(failure.call.operation == "all_reduce");
-  CHECK(failure.call.sequence == 6);
+  const Outcome outcome = one.run().outcome();
+  CHECK(outcome.kind == Outcome::failed);
+  CHECK(outcome.failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(outcome.failure.rank == 1);
+  CHECK(outcome.failure.cause == 2);
+  CHECK(outcome.failure.call.operation == "all_reduce");
+  CHECK(outcome.failure.call.sequence == 6);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {
@@ -321,17 +320,18 @@ TEST_CASE("only who knows the secret is let in") {
 TEST_CASE("the last client that was refused is noted with its address and the reason") {
   const Served served;
   Client client(served.endpoint);
-  CHECK_FALSE(client.check({store_keys::refusal}));
+  const auto reason = [&] { return client.run().summary().stranger; };
+  CHECK(reason().empty());
   CHECK_THROWS(Client({served.endpoint.host, served.endpoint.port, "another"}));
   CHECK(
-      client.get(store_keys::refusal) ==
+      reason() ==
       "a process at 127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run "
       "one, or none");
   const auto stranger = served.stranger();
   REQUIRE(sends(stranger, FrameWriter().raw("lockstep store 7\n").take()));
   CHECK(hangs_up(stranger));
   CHECK(
-      client.get(store_keys::refusal) ==
+      reason() ==
       "a process at 127.0.0.1 was refused because its version of lockstep differs: build all ranks with one");
 }
 
@@ -340,42 +340,41 @@ TEST_CASE("a rank whose connection closes before its first communicator ends the
   Client other(served.endpoint);
   std::thread thread([&] {
     Client rank(served.endpoint);
-    rank.bind_rank(1, "nodeB pid 811");
+    rank.join(1, "nodeB pid 811");
   });
   thread.join();
-  other.wait({store_keys::outcome, store_keys::failure});
-  CHECK(lockstep::detail::Outcome::decode(other.get(store_keys::outcome)).kind ==
-        lockstep::detail::Outcome::failed);
-  const auto failure = lockstep::detail::decode_failure(other.get(store_keys::failure));
-  CHECK(failure.kind == lockstep::FailureKind::died);
-  CHECK(failure.rank == 1);
-  CHECK(other.get(store_keys::lost(1)) == "nodeB pid 811");
+  const Outcome outcome = other.run().outcome();
+  CHECK(outcome.kind == Outcome::failed);
+  CHECK(outcome.failure.kind == lockstep::FailureKind::died);
+  CHECK(outcome.failure.rank == 1);
+  CHECK(other.run().members({1}).at(0).lost);
+  CHECK(other.join(1, "nodeB pid 812") == "nodeB pid 811");
 }
 
 TEST_CASE("a rank that may end, or whose failure is published, is not reported by the server") {
-  enum class Case { finished, communicates, unbound, failed, refused };
-  for (const auto way : {Case::finished, Case::communicates, Case::unbound, Case::failed, Case::refused}) {
+  enum class Case { ended, connected, left, failed, refused };
+  for (const auto way : {Case::ended, Case::connected, Case::left, Case::failed, Case::refused}) {
     CAPTURE(static_cast<int>(way));
     const Served served("", 10s, 100ms);
     Client other(served.endpoint);
     {
       Client rank(served.endpoint);
-      rank.bind_rank(1, "nodeB pid 811");
-      if (way == Case::finished) rank.set(store_keys::finished(1), "0");
-      if (way == Case::communicates) rank.set(store_keys::communicates(1), "1");
+      CHECK(rank.join(1, "nodeB pid 811") == "nodeB pid 811");
+      if (way == Case::ended) rank.run().publish({.kind = Event::ended, .rank = 1, .failure = {.code = 0}});
+      if (way == Case::connected) rank.run().publish({.kind = Event::connected, .rank = 1});
       if (way == Case::refused)
-        rank.set(store_keys::outcome,
-                 lockstep::detail::Outcome{lockstep::detail::Outcome::refused, -1, "for a reason"}.encode());
-      if (way == Case::unbound)
-        rank.connection.post(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
+        rank.run().publish({.kind = Event::refused, .failure = {.message = "for a reason"}});
+      if (way == Case::left) rank.connection.leave_at_end();
     }
     // A launcher reports the cause a moment later.
-    if (way == Case::failed) other.set(store_keys::failure, lockstep::detail::encode({.code = 137}));
+    if (way == Case::failed) other.run().publish({.failure = {.rank = 1, .code = 137}});
     std::this_thread::sleep_for(250ms);
-    CHECK(other.check({store_keys::failure}) == (way == Case::failed));
-    if (way == Case::failed)
-      CHECK(lockstep::detail::decode_failure(other.get(store_keys::failure)).code == 137);
-    CHECK(other.check({store_keys::outcome}) == (way == Case::refused));
+    const auto failure = other.run().summary().failure;
+    CHECK(failure.has_value() == (way == Case::failed));
+    if (failure) CHECK(failure->code == 137);
+    const KnownRank known = other.run().members({1}).at(0);
+    CHECK(known.exit_code.has_value() == (way == Case::ended || way == Case::connected || way == Case::left));
+    CHECK(known.exit_code.value_or(0) == (way == Case::connected || way == Case::left ? -1 : 0));
   }
 }
 

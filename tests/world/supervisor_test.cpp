@@ -777,13 +777,13 @@ TEST_CASE("a failure survives its way through a pipe, and a plain text is its me
                       of.call.operation, of.call.sequence, of.call.peer, of.call.tag, of.call.label,
                       of.call.served);
   };
-  const std::string bytes = lockstep::detail::encode(failure);
-  const auto copy = lockstep::detail::decode_failure(bytes);
+  const std::string bytes = lockstep::detail::report_of(failure);
+  const auto copy = lockstep::detail::decode_report(bytes);
   CHECK(facts(copy) == facts(failure));
   CHECK(copy.message == "several\\nlines");
-  CHECK(lockstep::detail::decode_failure("out of memory").message == "out of memory");
+  CHECK(lockstep::detail::decode_report("out of memory").message == "out of memory");
   for (std::size_t cut = 0; cut < bytes.size(); ++cut)
-    CHECK_NOTHROW(lockstep::detail::decode_failure(bytes.substr(0, cut)));
+    CHECK_NOTHROW(lockstep::detail::decode_report(bytes.substr(0, cut)));
 }
 
 TEST_CASE("each failure has its text, by kind and point of view") {

@@ -1,8 +1,17 @@
 // A program of several ranks that goes wrong in the way its first argument says: the tests start it and look
 // at what is left.
+#include <sys/prctl.h>
+
 #include <csignal>
+#include <cstdlib>
 #include <fstream>
 #include <thread>
+#include <utility>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/store.hpp"
@@ -17,10 +26,10 @@ namespace {
 
 // Waits as one that looks now and then whether another rank has failed.
 void wait_for_failure(const World& world) {
-  auto side = world.connect_again();
+  const auto connection = world.connection();
   const auto end = std::chrono::steady_clock::now() + 60s;
   while (std::chrono::steady_clock::now() < end) {
-    if (const auto failure = lockstep::detail::published_failure(*side))
+    if (const auto failure = lockstep::detail::RunClient(*connection, 10s).summary().failure)
       throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
     std::this_thread::sleep_for(20ms);
   }
@@ -146,51 +155,55 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "well";
-  if (mode == "spawn") {
-    lockstep::spawn(3, [](int rank, int size) { fmt::print("first {} of {}\n", rank, size); });
-    lockstep::spawn(2, [](int rank, int size) { fmt::print("second {} of {}\n", rank, size); });
-    fmt::print("joined\n");
-    return 0;
-  }
-  if (mode == "spawn fails") {
-    lockstep::spawn(3, [](int rank, int) {
-      if (rank == 2) throw lockstep::DataError("a bad file");
-      std::this_thread::sleep_for(30s);
-    });
-    fmt::print("never\n");
-    return 0;
-  }
-  if (mode == "spawn joins") {
-    const std::string url = argv[2];
-    lockstep::spawn(3, [&](int rank, int size) {
-      const auto world = World::join(url, rank, size);
+  if (mode == "joins") try {
+      const auto world = World::join(argv[2], std::stoi(argv[3]), std::stoi(argv[4]));
       meet(world);
-      world.log.info("met {}", size);
       fmt::print("local {} of {}\n", world.local_rank(), world.local_size());
+      std::fflush(stdout);
       world.leave();
-    });
-    return 0;
-  }
-  if (mode == "level one waits") {
-    const auto world = World::from_environment();
-    return rank_of("waits", world, "");
-  }
-  if (mode == "level one") {  // a loop of the user's own, without launch
-    const auto world = World::from_environment();
-    meet(world);
-    if (world.rank() == 1) throw lockstep::DataError("a bad file");
-    wait_for_failure(world);
+      return 0;
+    } catch (const lockstep::Error& error) {
+      fmt::print(stderr, "error: {}\n", error.what());
+      return 1;
+    }
+  if (mode == "untouched") {
+    const auto state = [] {
+      std::vector<std::string> all{
+          fmt::format("{}", fmt::ptr(std::get_terminate())), fmt::format("{}", FLAGS_caffe2_log_level),
+          std::to_string(at::get_num_threads()),
+          fmt::format("{}", static_cast<void*>(c10::WarningUtils::get_warning_handler()))};
+      int signal_of_death = 0;
+      prctl(PR_GET_PDEATHSIG, &signal_of_death);
+      all.push_back(std::to_string(signal_of_death));
+      for (int number = 1; number < NSIG; ++number) {
+        struct sigaction action {};
+        sigaction(number, nullptr, &action);
+        all.push_back(fmt::format("{}", reinterpret_cast<void*>(action.sa_handler)));
+      }
+      for (char** entry = environ; *entry; ++entry) all.emplace_back(*entry);
+      return all;
+    };
+    const auto before = state();
+    {
+      const auto world = World::from_environment();
+      meet(world);
+      if (state() != before) return 3;
+    }
+    at::set_num_threads(2);
+    const auto world = World::from_environment({.threads = 3});
+    fmt::print("threads {}\n", at::get_num_threads());
     return 0;
   }
   const char* const* arguments = argv;
-  if (mode == "source of ranks") {  // of a launcher that lockstep does not know
-    const auto source = [](const lockstep::Variables& variables) -> std::optional<lockstep::LaunchedRank> {
-      const auto rank = variables("MADE_UP_RANK"), size = variables("MADE_UP_SIZE");
-      if (!rank || !size) return std::nullopt;
-      return lockstep::LaunchedRank{"madeup", std::stoi(*rank), std::stoi(*size)};
-    };
-    return lockstep::launch(argc, arguments, [](World world) { return rank_of("well", world, ""); },
-                            {.rank_source = source});
+  if (mode == "unknown launcher") {
+    using Copy = std::pair<const char*, const char*>;
+    for (const auto& [name, source] :
+         {Copy{"RANK", "MADE_UP_RANK"}, Copy{"WORLD_SIZE", "MADE_UP_SIZE"},
+          Copy{"LOCAL_RANK", "MADE_UP_RANK"}, Copy{"LOCAL_WORLD_SIZE", "MADE_UP_SIZE"},
+          Copy{"MASTER_PORT", "MADE_UP_PORT"}})
+      setenv(name, std::getenv(source), 1);
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    return lockstep::launch(argc, arguments, [](World world) { return rank_of("well", world, ""); });
   }
   if (mode == "arguments")
     return lockstep::launch(argc, arguments, [](const World& world, int count, char** rest) {

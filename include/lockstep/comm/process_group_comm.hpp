@@ -89,7 +89,7 @@ static_assert(AsyncWork<ProcessGroupWork>);
 ///
 /// A backend that lacks an operation throws from it, and the call throws CommunicationError that names the backend
 /// and the operation. ProcessGroupNCCL ignores the tags of messages, so a tag other than 0 throws. Bytes travel
-/// through the backend on a CPU and through the store on other devices. ReduceOp::avg on a CPU is the backend's
+/// through the backend, on a device in pieces of its memory. ReduceOp::avg on a CPU is the backend's
 /// sum, divided by the number of ranks; on other devices the backend computes the average.
 ///
 /// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that

@@ -41,8 +41,8 @@ struct StopOptions {
 template <Communicator C, class Save>
 class StopOnSignal {
  public:
-  /// Throws UsageError for a signal that cannot be caught or that `launch` or `spawn`, where it has started the
-  /// ranks, does not pass on to them, and if `options.every` is below 1.
+  /// Throws UsageError for a signal that cannot be caught or that `launch`, where it has started the ranks, does
+  /// not pass on to them, and if `options.every` is below 1.
   StopOnSignal(C& comm, Save save, StopOptions options = {})
       : comm_(comm), save_(std::move(save)), options_(std::move(options)) {
     if (options_.every < 1)
@@ -61,8 +61,8 @@ class StopOnSignal {
         before_.emplace_back(number, before);
       if (fault.empty() && detail::report_descriptor() >= 0 && !detail::is_passed_on(number))
         fault = detail::formatted(
-            "`{}` does not pass signal {} on to the ranks: use {}, or a launcher that passes it on",
-            detail::in_spawned_process ? "spawn" : "launch", number, detail::passed_on_names);
+            "`launch` does not pass signal {} on to the ranks: use {}, or a launcher that passes it on",
+            number, detail::passed_on_names);
       if (fault.empty()) continue;
       restore();
       throw UsageError("StopOptions::signals: " + fault);

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <concepts>
 #include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <vector>
 
 namespace lockstep {
@@ -23,6 +21,68 @@ struct RendezvousOrigin {
   /// The beginnings of the remedies for a wrong host and a wrong port.
   std::string set_host = "set MASTER_ADDR to", set_port = "set MASTER_PORT to";
 };
+
+/// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
+/// torchrun's variables may be set by hand; without any of them the process is alone. Reading them opens no socket.
+struct Environment {
+  int rank = 0;
+  int size = 1;
+  /// The rank among the processes of this host, and their number.
+  int local_rank = 0;
+  int local_size = 1;
+  /// The rendezvous: `tcp://host:port`. Empty if the process is alone.
+  std::string rendezvous;
+  /// What determines `rendezvous`.
+  RendezvousOrigin rendezvous_origin;
+  /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
+  bool store_is_hosted = false;
+  /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
+  bool store_outlives_attempts = false;
+  /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK and LOCAL_WORLD_SIZE).
+  bool launched = false;
+  /// LOCAL_RANK without LOCAL_WORLD_SIZE. The rendezvous refuses it if the ranks that join contradict it.
+  std::optional<int> expected_local_rank = {};
+  /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
+  /// mpirun, or numbers given by hand, may not be.
+  bool consecutive = false;
+  /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else one that follows
+  /// from the launcher's name of the run. Equal on every rank.
+  std::string store_secret;
+  /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`. Empty if
+  /// the variables were set by hand or no launcher has started the process.
+  std::string launcher;
+  /// The names of the variables that hold rank and size, for messages. Empty if no launcher has started the
+  /// process and it is alone.
+  std::string rank_variables;
+  /// The name of the variable that holds the local rank, for messages. Empty if there is none.
+  std::string local_variable;
+  /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
+  std::optional<int> host_cores;
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Parses `text` as an integer. Returns std::nullopt if it is not one.
+std::optional<int> whole_number(std::string_view text);
+
+/// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
+/// not an integer in [least, most].
+std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
+                                    int most = 2147483647);
+
+/// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
+void require_level(const Variables& variables);
+
+/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to itself.
+bool names_loopback(std::string_view host);
+/// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
+std::string loopback_address();
+
+/// Returns the URL of MASTER_ADDR and MASTER_PORT. If neither is set, throws
+/// UsageError if `needed`, else returns an empty string.
+std::string rendezvous_url(const Variables& variables, bool needed);
 
 /// A process's place in the run, as a launcher assigned it.
 struct LaunchedRank {
@@ -50,139 +110,30 @@ struct LaunchedRank {
   std::string run = {};
 };
 
-/// A function that finds this process's place in the variables of a launcher. It returns std::nullopt if that
-/// launcher did not start this process or started it alone, and throws UsageError for variables that
-/// contradict each other. A place that it returns out of range, or another exception that it throws, becomes
-/// a UsageError that names the variables that it has read and their values. Copyable, as each rank keeps one.
-template <class Source>
-concept RankSource = std::copy_constructible<Source> &&
-    std::is_invocable_r_v<std::optional<LaunchedRank>, Source&, const Variables&>;
-
-/// Holds any RankSource: that of a launcher which lockstep does not know replaces launched_rank in
-/// LaunchOptions::rank_source and World::from_environment.
-using AnyRankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
-
-/// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
-/// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
-/// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks
-/// itself. Throws UsageError inside a batch script or an allocation of several tasks if srun did not start
-/// this process, and for a step of several tasks without the variable of the rank, the step or the job.
-std::optional<LaunchedRank> rank_of_slurm(const Variables& variables);
-
-/// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
-/// their local counterparts. If all ranks are on one host, the store is there; otherwise the user sets
-/// MASTER_ADDR and MASTER_PORT. Throws UsageError for variables that contradict each other.
-std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
-
-/// Returns the rank that the mpiexec of MPICH or Intel MPI, or `srun --mpi=pmi2`, assigned, from PMI_RANK,
-/// PMI_SIZE, MPI_LOCALRANKID and MPI_LOCALNRANKS. The store is as for Open MPI, or as for Slurm. Throws
-/// UsageError for variables that contradict each other.
-std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
-
 /// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start their
-/// helpers by srun. Returns std::nullopt if it has started one process alone. Throws UsageError under a PMIx launcher
-/// (`prun`) that sets PMIX_RANK and none of these variables, since PMIx has no variable for the number of ranks.
+/// helpers by srun. Returns std::nullopt if it has started one process alone. Throws UsageError for variables that
+/// contradict each other, and under a PMIx launcher (`prun`) that sets PMIX_RANK and none of their variables, since
+/// PMIx has no variable for the number of ranks.
 std::optional<LaunchedRank> launched_rank(const Variables& variables);
 
-/// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
-/// torchrun's variables may be set by hand; without any of them the process is alone. Reading them opens no socket.
-struct Environment {
-  int rank = 0;
-  int size = 1;
-  /// The rank among the processes of this host, and their number.
-  int local_rank = 0;
-  int local_size = 1;
-  /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the process is alone.
-  std::string rendezvous;
-  /// What determines `rendezvous`.
-  RendezvousOrigin rendezvous_origin;
-  /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
-  bool store_is_hosted = false;
-  /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
-  bool store_outlives_attempts = false;
-  /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK and LOCAL_WORLD_SIZE).
-  bool launched = false;
-  /// LOCAL_RANK without LOCAL_WORLD_SIZE. The rendezvous refuses it if the ranks that join contradict it.
-  std::optional<int> expected_local_rank = {};
-  /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
-  /// mpirun, or numbers given by hand, may not be.
-  bool consecutive = false;
-  /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else the launcher's
-  /// name of the run (LaunchedRank::run), else at a loopback address that of `spawn`. Equal on every rank.
-  std::string store_secret;
-  /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", the name that the program's
-  /// own source of ranks gives, "--nproc" for `launch`, or "spawn". Empty if the variables were set by hand or
-  /// no launcher has started the process.
-  std::string launcher;
-  /// The names of the variables that hold rank and size, for messages. Empty if no launcher has started the
-  /// process and it is alone, or if the program's own source of ranks does not name them.
-  std::string rank_variables;
-  /// The names of the variables that the program's own source of ranks has read, for the line about the run.
-  std::string read_variables;
-  /// The name of the variable that holds the local rank, for messages. Empty if there is none or it is unknown.
-  std::string local_variable;
-  /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
-  std::optional<int> host_cores;
-};
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
-/// Parses `text` as an integer. Returns std::nullopt if it is not one.
-std::optional<int> whole_number(std::string_view text);
-
-/// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
-/// not an integer in [least, most].
-std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
-                                    int most = 2147483647);
-
-/// Returns LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, std::nullopt if it is unset. Throws
-/// UsageError if it is below 1.
-std::optional<int> timeout_variable(const Variables& variables);
-/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, std::nullopt if it is unset; see heartbeat_timeout().
-/// Throws UsageError if it is below 1.
-std::optional<int> heartbeat_timeout_variable(const Variables& variables);
-
-/// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
-void require_level(const Variables& variables);
-
-/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to itself.
-bool names_loopback(std::string_view host);
-/// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
-std::string loopback_address();
-
-/// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
-/// UsageError if `needed`, else returns an empty string.
-std::string rendezvous_url(const Variables& variables, bool needed);
-
-/// A place that a source of ranks has found, with what lockstep adds to it.
-struct FoundRank : LaunchedRank {
-  /// The names of the variables that the source has read, as "A, B".
-  std::string read = {};
-};
-
 /// Returns what determines rendezvous_url(with_launched_rank(given, found)), see Environment::rendezvous_origin.
-RendezvousOrigin rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found);
+RendezvousOrigin rendezvous_origin(const Variables& given, const std::optional<LaunchedRank>& found);
 
-/// Returns the secret of the store at `url`: LOCKSTEP_STORE_SECRET; else, where the processes of one `spawn`
-/// rendezvous at a loopback address, the random one of that call; else one that follows from LaunchedRank::run
-/// of `found`, if it has one.
-std::string store_secret(const std::string& url, const Variables& variables,
-                         const std::optional<FoundRank>& found = std::nullopt);
+/// Returns the secret of the store: LOCKSTEP_STORE_SECRET, else one that follows from LaunchedRank::run of `found`,
+/// else an empty one.
+std::string store_secret(const Variables& variables, const std::optional<LaunchedRank>& found);
 
 /// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes
 /// that the program gives is for the script's host alone.
 Variables without_batch_job(const Variables& variables);
 
-/// Returns the place that `source` finds, std::nullopt if RANK is set or WORLD_SIZE is 1: torchrun's variables
-/// win. Throws UsageError if WORLD_SIZE or LOCAL_RANK contradicts the launcher, if `source` fails or if the
-/// place is out of range.
-std::optional<FoundRank> find_launched_rank(const Variables& variables, const AnyRankSource& source);
+/// Returns launched_rank(), std::nullopt if RANK is set or WORLD_SIZE is 1: torchrun's variables win. Throws UsageError
+/// also if WORLD_SIZE or LOCAL_RANK contradicts the launcher.
+std::optional<LaunchedRank> find_launched_rank(const Variables& variables);
 
 /// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
 /// UsageError if the launcher determines no address for the store.
-Variables with_launched_rank(const Variables& variables, const std::optional<FoundRank>& found);
+Variables with_launched_rank(const Variables& variables, const std::optional<LaunchedRank>& found);
 
 /// The most hosts of a step of Slurm, whose own lists hold no more.
 inline constexpr int most_hosts = 65536;
@@ -198,25 +149,22 @@ std::vector<int> expand_task_counts(std::string_view text);
 
 namespace lockstep {
 
-/// A parsed rendezvous URL: `tcp://host:port` or `file:///path`.
+/// A parsed rendezvous URL, `tcp://host:port`.
 struct RendezvousUrl {
-  std::string host;  ///< of tcp://
-  /// The port of tcp://.
-  int port = 0;
-  std::string path;  ///< of file://
+  std::string host;
+  int port = 0;  ///< 1 to 65535
 };
 
-/// Parses a rendezvous URL. Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`; the
-/// error names the variable `name` that holds it.
-RendezvousUrl parse_rendezvous(const std::string& url, std::string_view name = {});
+/// Parses a rendezvous URL. Throws UsageError if `url` is not `tcp://host:port`.
+RendezvousUrl parse_rendezvous(const std::string& url);
 
 /// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
 std::string read_store_secret(const Variables& variables = process_variable);
 
-/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or LOCKSTEP_RENDEZVOUS). If RANK
-/// is not set, takes the place that `source` finds. Throws UsageError that names the variable, its value and a remedy.
-Environment read_environment(const Variables& variables = process_variable,
-                             const AnyRankSource& source = launched_rank);
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If RANK
+/// is not set, reads the place that srun, mpirun or mpiexec assigned. Throws UsageError that names the variable, its
+/// value and a remedy.
+Environment read_environment(const Variables& variables = process_variable);
 
 }  // namespace lockstep
 

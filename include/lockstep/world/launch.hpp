@@ -16,9 +16,6 @@ int launch_ranks(int argc, const char* const* argv,
                  const std::function<int(const World&, int argc, char** argv)>& fn,
                  const LaunchOptions& options);
 
-/// Does what spawn() does.
-void spawn_processes(int nproc, const std::function<void(int rank, int nproc)>& fn, Prefix prefix);
-
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -41,7 +38,7 @@ std::string launch_help(const LaunchOptions& options = {});
 /// this program with the same arguments, relays their output lines and signals, and ends all of them when one
 /// fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError; 75 after
 /// Stopped (see StopOnSignal); 1 after another exception; 128 + signal for a killed rank.
-/// Counterpart: torchrun.
+/// Counterpart: torchrun, torch.multiprocessing.spawn.
 ///
 /// `fn(World, int argc, char** argv)` gets the command line without lockstep's own flags (see LaunchOptions)
 /// and their values, for the program's own parser. Arguments after `--` belong to the program.
@@ -82,23 +79,6 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
         }
       },
       options);
-}
-
-/// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and blocks until all have ended.
-/// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. Processes that meet at a
-/// loopback address share a random secret, so that those of another call at the same port are refused, unless
-/// LOCKSTEP_STORE_SECRET, RANK or a WORLD_SIZE above 1 is set. Output lines, signals and exits are handled as
-/// by `launch`. Throws UsageError if `nproc` is not positive or a launcher (torchrun, srun, mpirun, mpiexec) has
-/// started this process as one of several ranks, ProcessError if a process failed. An uncaught ProcessError is printed
-/// on one line and ends the program with the failed process's exit code.
-/// Counterpart: torch.multiprocessing.spawn.
-///
-/// Each process starts this program again with the same arguments, so main runs up to this call there too.
-/// With several calls, each process skips the calls before its own, runs its own and ends with it.
-template <class Fn>
-void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
-  detail::spawn_processes(
-      nproc, [&](int rank, int size) { fn(rank, size); }, prefix);
 }
 
 }  // namespace lockstep

@@ -3,8 +3,6 @@
 #include <chrono>
 #include <string>
 
-#include "lockstep/world/environment.hpp"
-
 namespace lockstep {
 
 /// Which ranks' output lines get the prefix `[rank 3] `. `automatic`: every rank but 0, so that rank 0's
@@ -12,8 +10,9 @@ namespace lockstep {
 enum class Prefix { automatic, always, never };
 
 /// The defaults of `launch`, and which flags override them on the command line: `--nproc N` (or
-/// `--nproc-per-node N`), `--prefix auto|always|never` for `prefix`, and `--timeout SECONDS`. `launch` leaves
-/// a flag to the program if `nproc_flag`, `prefix_flag` or `timeout_flag` is false.
+/// `--nproc-per-node N`), `--prefix auto|always|never` for `prefix`, `--timeout SECONDS`, and `--threads N` for
+/// WorldOptions::threads, by default its share. `launch` leaves a flag to the program if `nproc_flag`, `prefix_flag`,
+/// `timeout_flag` or `threads_flag` is false.
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 1 without GPUs.
@@ -25,9 +24,7 @@ struct LaunchOptions {
   /// The prefix of the lines that the ranks print.
   Prefix prefix = Prefix::automatic;
   bool prefix_flag = true;
-  bool timeout_flag = true;
-  /// Finds the rank that a launcher other than torchrun has assigned.
-  AnyRankSource rank_source = launched_rank;
+  bool timeout_flag = true, threads_flag = true;
   /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };

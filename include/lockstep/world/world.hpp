@@ -17,11 +17,21 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/environment.hpp"
 
+namespace lockstep {
+class World;
+struct WorldOptions;
+}  // namespace lockstep
+
 namespace lockstep::detail {
 struct Rendezvous;
 class Membership;
 class StoreConnection;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Does what World::from_environment does, with `variables` in place of those of the process. `launched`: announces the
+/// failures of this process to the other ranks, and how it ends.
+LOCKSTEP_PROCESS_WIDE World world_from(const Variables& variables, const WorldOptions& options,
+                                       bool launched);
 
 /// The number of RankZeroScopes that this thread is in.
 LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
@@ -48,6 +58,15 @@ inline void forbid_in_rank_zero_scope(std::string_view collective) {
         collective));
 }
 
+struct WorldOptions {
+  /// Of `threads`: the cores of the launcher on this host divided by its ranks there, at most the cores that this process
+  /// may run on. Without an effect unless srun, mpirun or mpiexec has started the process, and if OMP_NUM_THREADS or
+  /// MKL_NUM_THREADS is set.
+  static constexpr int share = -1;
+  /// The number of threads of LibTorch's operations (at::set_num_threads), which is part of their results' bits. 0: unchanged.
+  int threads = 0;
+};
+
 /// This process's place among all ranks of the run. A cheap value: copies share one connection to the store,
 /// opened at first use. Thread-safe. `store()` is one client, so that concurrent calls on it are serialized.
 class World {
@@ -58,24 +77,19 @@ class World {
   /// Constructs the world of an environment that the program has read or made.
   explicit World(Environment environment);
 
-  /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun or mpiexec
-  /// (see launched_rank). Without any of them, returns the world of a single process, which opens no port and looks up
-  /// no name; if a launcher has started it as its only rank, the first call writes the line about the run (see
-  /// `store`). torchrun's variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-  /// set by a launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` replaces
-  /// launched_rank, for a launcher that lockstep does not know. Calls with equal rank, size and rendezvous return
-  /// copies of one World. From this call on, an uncaught exception is reported to the other ranks and ends this process
-  /// with one line. Throws UsageError for inconsistent variables.
-  ///
-  /// Threads: under srun, mpirun or mpiexec without OMP_NUM_THREADS and MKL_NUM_THREADS, the first call sets
-  /// LibTorch's number of threads (at::set_num_threads) to the cores of the launcher on this host divided by
-  /// its ranks there, at most the cores that this process may run on.
-  LOCKSTEP_PROCESS_WIDE static World from_environment(const AnyRankSource& source = launched_rank);
+  /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun or
+  /// mpiexec. Without any of them, returns the world of a single process, which opens no port and looks up no name; if
+  /// a launcher has started it as its only rank, the first call writes the line about the run (see `store`).
+  /// torchrun's variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
+  /// launcher or by hand. Under a launcher that lockstep does
+  /// not know, the program or its script sets them before this call. Calls with equal rank, size and rendezvous return
+  /// copies of one World. Installs no handler: `launch` reports what ends the process to the other ranks;
+  /// without it they see a connection close. Throws UsageError for inconsistent variables.
+  static World from_environment(const WorldOptions& options = {});
 
-  /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or file:///path, a
-  /// file that does not exist yet on a file system shared by all ranks. Throws UsageError for an invalid argument.
+  /// Returns the world of `size` ranks that rendezvous at `url`, tcp://host:port, hosted by rank 0. Throws UsageError for an invalid argument.
   /// Counterpart: torch.distributed.init_process_group with init_method.
-  static World join(const std::string& url, int rank, int size);
+  static World join(const std::string& url, int rank, int size, const WorldOptions& options = {});
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
@@ -153,6 +167,7 @@ class World {
 
  private:
   friend class detail::Membership;
+  friend World detail::world_from(const Variables& variables, const WorldOptions& options, bool launched);
 
   // This rank's place on its host. `first` is the world rank of the host's first rank.
   struct LocalPlace {
@@ -188,10 +203,7 @@ class World {
 
   // Finds the ranks that share this host, unless a launcher has numbered them, and the address by which this
   // host reaches the others.
-  void place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const;
-
-  // Writes one line about the run to stderr on rank 0, at level info.
-  void announce_run(c10d::Store& side) const;
+  void place_ranks(const detail::Rendezvous& joined) const;
 
   [[nodiscard]] LocalPlace local_place() const;
 
@@ -214,8 +226,9 @@ class World {
   // launcher reports this rank's failure to them.
   [[nodiscard]] bool others_may_wait() const;
 
-  static void wait_for_first(c10d::Store& side, const std::string& first, const std::string& key,
-                             std::chrono::milliseconds timeout);
+  // `number` is the rank of this host's first, or -1 if it is unknown.
+  void wait_for_first(const std::string& first, int number, const std::string& key,
+                      std::chrono::milliseconds timeout) const;
 
   std::shared_ptr<State> state_;
 };

@@ -154,7 +154,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     comm.shutdown();
     using lockstep::detail::Membership;
     Membership group(world, {0, 1, 2}, "test/farewell", 5min);
-    group.join("");
+    group.join();
     if (mine) raise(SIGKILL);
     group.depart(Membership::making());
     group.farewell(Membership::making());

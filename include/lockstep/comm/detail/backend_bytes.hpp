@@ -84,30 +84,6 @@ inline void require_one_call(BackendGroup& group, const Call& call, const at::Te
   if (!BytesHeader::same_calls(headers)) group.state().fail(group.state().membership().mismatch(call), true);
 }
 
-/// Exchanges bytes through the store, each after its header: returns those of the ranks `from`, which are all ranks or
-/// one. Blocks.
-inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Call& call,
-                                                   const std::vector<int>& from, const std::string& own) {
-  const at::Tensor header = BytesHeader::of(own.size(), call.served, group.state().membership());
-  const auto work =
-      group.exchange_in_store(call, from, bytes_in(header, static_cast<std::int64_t>(header.nbytes())) + own);
-  group.await(call, *work, call.start + group.timeout(), true);
-  std::vector<std::string> all = std::move(work->bytes());
-  std::vector<at::Tensor> headers;
-  for (std::string& bytes : all) {
-    headers.push_back(at::zeros_like(header));
-    bytes.copy(static_cast<char*>(headers.back().data_ptr()), header.nbytes());
-    bytes.erase(0, header.nbytes());
-  }
-  std::vector<int> ranks = group.state().world_ranks(from);
-  if (std::find(from.begin(), from.end(), group.state().rank()) == from.end()) {
-    headers.push_back(header);
-    ranks.push_back(group.state().ranks().at(static_cast<std::size_t>(group.state().rank())));
-  }
-  require_one_call(group, call, at::stack(headers), ranks);
-  return all;
-}
-
 /// Starts an operation of an exchange of bytes and blocks until it completes.
 template <class Start>
 void run_and_wait(BackendGroup& group, const Call& call, Start&& start) {
@@ -115,43 +91,63 @@ void run_and_wait(BackendGroup& group, const Call& call, Start&& start) {
   group.await(call, *work, call.start + group.timeout());
 }
 
+/// Gathers a tensor [n] of each rank, on the host. Returns them [ranks, n], on the host.
+inline at::Tensor gather_rows(BackendGroup& group, const Call& call, const at::Tensor& own) {
+  const at::Device device = group.options().device;
+  const at::Tensor row = own.to(device), rows = at::empty({group.state().size(), own.numel()}, row.options());
+  run_and_wait(group, call, [&](c10d::Backend& backend) {
+    return group.on_host() ? start_all_gather(backend, rows, row)
+                           : start_all_gather_single(backend, rows, row);
+  });
+  return rows.cpu();
+}
+/// Broadcasts a tensor that is on the host of each rank, in place.
+inline void broadcast_row(BackendGroup& group, const Call& call, at::Tensor tensor, int root) {
+  const at::Tensor moved = tensor.to(group.options().device);
+  run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, moved, root); });
+  if (!group.on_host()) tensor.copy_(moved);
+}
+/// The most bytes of a rank that are sent at once: they take memory of the device.
+inline constexpr std::int64_t most_bytes_at_once = 64 << 20;
+
+/// Broadcasts `length` bytes of `root`.
+inline std::string broadcast_pieces(BackendGroup& group, const Call& call, const std::string& bytes,
+                                    std::int64_t length, int root) {
+  std::string all;
+  for (std::int64_t begin = 0; begin < length; begin += most_bytes_at_once) {
+    const std::int64_t size = std::min(most_bytes_at_once, length - begin);
+    // Owned by the operation, too: it may outlast an error here.
+    const auto piece =
+        group.state().rank() == root
+            ? bytes_tensor(bytes.substr(static_cast<std::size_t>(begin), static_cast<std::size_t>(size)),
+                           size)
+            : at::empty({size}, at::kByte);
+    broadcast_row(group, call, piece, root);
+    all += bytes_in(piece, size);
+  }
+  return all;
+}
+
 /// Returns every rank's bytes, by rank: the ranks send headers first, then the bytes. Blocks.
 inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
   const int size = group.state().size();
-  if (!group.on_host()) return exchanged_in_store(group, call, all_ranks(size), own);
-  const auto headers = at::empty({size, BytesHeader::numbers}, at::kLong);
-  run_and_wait(group, call, [&](c10d::Backend& backend) {
-    return start_all_gather(backend, headers,
-                            BytesHeader::of(own.size(), call.served, group.state().membership()));
-  });
+  if (size == 1) return {own};
+  const at::Tensor headers =
+      gather_rows(group, call, BytesHeader::of(own.size(), call.served, group.state().membership()));
   require_one_call(group, call, headers, group.state().ranks());
   const std::vector<std::int64_t> lengths = BytesHeader::lengths(headers);
   const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
   const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   std::vector<std::string> all(lengths.size());
   if (longest == 0) return all;
-  std::vector<at::Tensor> pieces;
-  if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
-    const auto rows = at::empty({size, longest}, at::kByte);
-    run_and_wait(group, call, [&](c10d::Backend& backend) {
-      return start_all_gather(backend, rows, bytes_tensor(own, longest));
-    });
-    pieces = rows.unbind(0);
-  } else {
-    // Padding unequal lengths to the longest would multiply the traffic.
-    std::vector<BackendWork> works;
-    for (int rank = 0; rank < size; ++rank) {
-      const std::int64_t length = lengths[static_cast<std::size_t>(rank)];
-      pieces.push_back(rank == group.state().rank() ? bytes_tensor(own, length)
-                                                    : at::empty({length}, at::kByte));
-      if (length > 0)
-        works.push_back(group.launch(call.name, [&](c10d::Backend& backend) {
-          return start_broadcast(backend, pieces.back(), rank);
-        }));
-    }
-    for (const BackendWork& work : works) group.await(call, *work, call.start + group.timeout());
-  }
-  for (std::size_t rank = 0; rank < all.size(); ++rank) all[rank] = bytes_in(pieces[rank], lengths[rank]);
+  // Padding unequal lengths to the longest would multiply the traffic.
+  const bool padded =
+      longest * size <= most_bytes_at_once && longest * size <= std::max<std::int64_t>(2 * total, 1 << 16);
+  const auto rows =
+      padded ? gather_rows(group, call, bytes_tensor(own, longest)).unbind(0) : std::vector<at::Tensor>();
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    all[rank] = padded ? bytes_in(rows[rank], lengths[rank])
+                       : broadcast_pieces(group, call, own, lengths[rank], static_cast<int>(rank));
   return all;
 }
 
@@ -159,21 +155,16 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
   const int rank = group.state().rank();
-  const std::string own = rank == root ? bytes : std::string();
-  if (!group.on_host()) return exchanged_in_store(group, call, {root}, own)[0];
+  if (group.state().size() == 1) return bytes;
   Membership& membership = group.state().membership();
-  const at::Tensor header = BytesHeader::of(own.size(), call.served, membership);
-  run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, header, root); });
+  const at::Tensor header = BytesHeader::of(rank == root ? bytes.size() : 0, call.served, membership);
+  broadcast_row(group, call, header, root);
   if (rank != root) {
     const std::vector<int>& ranks = group.state().ranks();
     require_one_call(group, call, at::stack({header, BytesHeader::of(0, call.served, membership)}),
                      {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(rank))});
   }
-  const std::int64_t length = BytesHeader::lengths(header)[0];
-  if (length == 0) return {};
-  const at::Tensor content = rank == root ? bytes_tensor(own, length) : at::empty({length}, at::kByte);
-  run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, content, root); });
-  return bytes_in(content, length);
+  return broadcast_pieces(group, call, bytes, BytesHeader::lengths(header)[0], root);
 }
 
 }  // namespace lockstep::detail

@@ -35,7 +35,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -62,76 +61,6 @@ inline ForeignError backend_error(const std::exception_ptr& cause) {
   }
 }
 
-/// An exchange of bytes through the store, as a Work of c10d, for a transport that moves bytes only through GPU memory.
-///
-/// Each rank of `from` writes its bytes in the constructor. isCompleted() reads the bytes once all have
-/// arrived; the last rank to read them deletes them. Every function throws as Membership::at_store does.
-class StoreExchange : public c10d::Work {
- public:
-  using Clock = std::chrono::steady_clock;
-
-  StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own)
-      : membership_(membership),
-        call_(call),
-        name_(store_keys::bytes(call.sequence)),
-        from_(std::move(from)) {
-    for (const int from : from_) keys_.push_back(key(name_, from));
-    const int rank = membership.rank();
-    if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
-    membership_.at_store(call_, [name = name_, rank, own](c10d::Store& store) {
-      // The store limits the size of a value.
-      const std::size_t pieces = (own.size() + piece - 1) / piece;
-      for (std::size_t i = 0; i < pieces; ++i) store.set(key(name, rank, i), own.substr(i * piece, piece));
-      store.set(key(name, rank), std::to_string(pieces));
-      return true;
-    });
-  }
-
-  bool isCompleted() override {
-    if (!bytes_.empty()) return true;
-    const auto until = Clock::now() + std::chrono::milliseconds(1500);
-    const auto complete = membership_.at_store_until(
-        call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); });
-    if (!complete.value_or(false)) return false;
-    bytes_ = membership_.at_store(
-        call_, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
-          std::vector<std::string> bytes(from.size());
-          std::vector<std::string> keys;
-          for (std::size_t i = 0; i < from.size(); ++i) {
-            keys.push_back(key(name, from[i]));
-            const std::uint64_t pieces = std::stoull(store.get_to_str(keys.back()));
-            for (std::size_t p = 0; p < pieces; ++p) {
-              keys.push_back(key(name, from[i], p));
-              bytes[i] += store.get_to_str(keys.back());
-            }
-          }
-          keys.push_back(name + "/read");
-          if (store.add(keys.back(), 1) == size)
-            for (const std::string& key : keys) store.deleteKey(key);
-          return bytes;
-        });
-    return true;
-  }
-
-  /// The bytes of the ranks of `from`, in their order, once the exchange is complete.
-  [[nodiscard]] std::vector<std::string>& bytes() { return bytes_; }
-
- private:
-  static constexpr std::size_t piece = 4 << 20;
-
-  static std::string key(const std::string& name, int rank) { return detail::formatted("{}/{}", name, rank); }
-  static std::string key(const std::string& name, int rank, std::size_t i) {
-    return detail::formatted("{}/{}/{}", name, rank, i);
-  }
-
-  Membership& membership_;
-  Call call_;
-  std::string name_;
-  std::vector<int> from_;
-  std::vector<std::string> keys_;  // of `from_`, by their order there
-  std::vector<std::string> bytes_;
-};
-
 /// The state that a ProcessGroupComm and its Works share: the GroupState and the backend.
 ///
 /// On a device a thread of the group watches the operations in flight: the program itself may wait for the
@@ -153,7 +82,7 @@ class BackendGroup {
                on_host() ? nullptr : std::function<void()>([this] { abort_backend(); })),
         backend_(std::move(backend)) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
-    membership().join("");
+    membership().join();
     if (!backend_)
       backend_ = connect(
           [world, rank = state_.rank(), size = state_.size(), own = options_, prefix = state_.name()] {
@@ -283,20 +212,9 @@ class BackendGroup {
     watch_changed_.notify_all();
   }
 
-  c10::intrusive_ptr<StoreExchange> exchange_in_store(const Call& call, const std::vector<int>& from,
-                                                      const std::string& own) {
-    try {
-      return c10::make_intrusive<StoreExchange>(membership(), call, from, own);
-    } catch (const Error&) {
-      check(std::current_exception());
-      throw;
-    }
-  }
-
-  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`. `polled`: the
-  /// work does not notify its waiters, so its completion is polled.
-  void await(const Call& call, c10d::Work& work, Clock::time_point until, bool polled = false) {
-    if (polled || !is_gloo_) return await_polled(call, work, until);
+  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
+  void await(const Call& call, c10d::Work& work, Clock::time_point until) {
+    if (!is_gloo_) return await_polled(call, work, until);
     Membership::CallWatch watch(membership(), call);
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
@@ -306,7 +224,8 @@ class BackendGroup {
         lock.unlock();
         throw_timeout(call);
       }
-      if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
+      if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + look_interval), complete))
+        break;
       lock.unlock();
       state_.check_error();
       check(watch.look());
@@ -363,8 +282,6 @@ class BackendGroup {
 
  private:
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  // How long a waiting thread sleeps between two checks for failures.
-  static constexpr std::chrono::milliseconds slice{50};
   // The pauses between two questions whether a polled work is complete: of the program, which waits for it,
   // and of the thread that watches it.
   static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000}, watch_pause{20000};
@@ -429,9 +346,6 @@ class BackendGroup {
   bool is_complete(const Call& call, c10d::Work& work) {
     try {
       return work.isCompleted();
-    } catch (const Error&) {
-      check(std::current_exception());
-      throw;
     } catch (...) {
       throw_transport_error(call, std::current_exception());
     }
@@ -444,7 +358,7 @@ class BackendGroup {
     const auto made = std::make_shared<Backend>();
     const LeavableThread connecting([made, make = std::move(make)] { *made = make(); });
     Membership::CallWatch watch(membership(), call);
-    while (!connecting.ends_within(slice)) {
+    while (!connecting.ends_within(look_interval)) {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
@@ -481,7 +395,7 @@ class BackendGroup {
       backend.reset();
     });
     lock.unlock();
-    while (!finishing.ends_within(slice)) {
+    while (!finishing.ends_within(look_interval)) {
       if (membership().monitor() && membership().monitor()->ended(membership().name())) return false;
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
@@ -510,12 +424,7 @@ class BackendGroup {
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
-    try {
-      std::rethrow_exception(cause);
-    } catch (const MismatchError&) {  // of an exchange of bytes, which the other ranks may not know of
-      state_.fail(cause, true);
-    } catch (...) {
-    }
+
     const ForeignError foreign = backend_error(cause);
     check(membership().cause_of(
         call, detail::formatted("does not answer and has closed its connections ({})", foreign.text)));

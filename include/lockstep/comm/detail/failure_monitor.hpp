@@ -28,39 +28,18 @@
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/rank_view.hpp"
+#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 
-/// The last collective that a rank has entered in a group.
-using Position = FailedCall;
 /// The operation of a rank that is not in the group, or has not entered a collective.
 inline constexpr const char* no_operation = "nothing";
-
-/// The first failure of a run as one rank knows it, after which no collective can complete.
-struct KnownFailure : Failure {
-  bool store_lost = false;  // the store is gone, so the process that hosts it has ended
-};
-
-/// A collective of another group that a rank has entered, and the asking rank, which is in that group, has not.
-struct Elsewhere {
-  std::string group;
-  Position position;
-};
-
-/// The positions of the other ranks of a group, as they have reported since they were asked for.
-struct Answers {
-  bool store_answers = false;          // the store has answered since the question was asked
-  bool store_left = false;             // the store's host has left gracefully; the store may be gone
-  bool conclusive = false;             // a rank that has not answered had enough time to
-  std::map<int, Position> positions;   // by global rank, without the ranks that have not answered
-  std::map<int, Elsewhere> elsewhere;  // by global rank
-  std::set<int> lost;                  // global ranks whose connection to the store has ended
-};
 
 /// Exchanges through the store what a process group cannot carry: failures of ranks, departures from a group,
 /// and the position of each rank.
@@ -72,7 +51,6 @@ struct Answers {
 class FailureMonitor {
  public:
   using Clock = std::chrono::steady_clock;
-  using Milliseconds = std::chrono::milliseconds;
   /// Why a destructor, which does not see the exception that unwinds the stack, aborts a group.
   static constexpr const char* by_exception = "an exception, which its own output names, has ended it";
 
@@ -95,8 +73,7 @@ class FailureMonitor {
   /// Subscribes rank `rank` of the run.
   FailureMonitor(int rank, std::shared_ptr<StoreConnection> connection)
       : rank_(rank), connection_(std::move(connection)) {
-    connection_->post(StoreOperation::subscribe,
-                      [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)); });
+    connection_->post(StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
     thread_ = std::thread([this] { listen(); });
   }
   ~FailureMonitor() {
@@ -114,20 +91,20 @@ class FailureMonitor {
     thread_.join();
     const std::lock_guard lock(registry().first);  // another monitor may have subscribed since
     if (registry().second[connection_.get()].expired())
-      connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.integer(~std::uint64_t{0}); });
+      connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.value(-1); });
   }
   FailureMonitor(const FailureMonitor&) = delete;
   FailureMonitor& operator=(const FailureMonitor&) = delete;
 
-  /// Returns a number that grows with each failure and each departure. Costs one atomic read.
+  /// Returns a number that grows with each event. Costs one atomic read.
   [[nodiscard]] std::uint64_t version() const noexcept { return version_.load(std::memory_order_acquire); }
 
   [[nodiscard]] std::optional<KnownFailure> failure() const {
     std::lock_guard lock(mutex_);
-    return failure_;
+    return view_.failure;
   }
 
-  /// Records that the program knows of the failure. The monitor ends a process that has not called this
+  /// Records that the program knows of the failure. Under `launch` the monitor ends a process that has not called this
   /// within two seconds of a failure.
   void notice() {
     std::lock_guard lock(mutex_);
@@ -144,41 +121,43 @@ class FailureMonitor {
   /// Blocks until a failure is known, at most `timeout`.
   std::optional<KnownFailure> await_failure(Milliseconds timeout) const {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, timeout, [&] { return failure_.has_value(); });
-    return failure_;
+    changed_.wait_for(lock, timeout, [&] { return view_.failure.has_value(); });
+    return view_.failure;
   }
 
   /// Returns why another rank has aborted a group, if one has before a failure of the world. If the rank gave no reason,
   /// looks for the one that it gives for another group within a second, for at most 500 ms.
   [[nodiscard]] std::optional<Failure> aborted(const std::string& group) const {
     std::unique_lock lock(mutex_);
-    const auto found = aborted_.find(group);
-    if (found == aborted_.end()) return std::nullopt;
+    const auto found = view_.aborted.find(group);
+    if (found == view_.aborted.end()) return std::nullopt;
     Failure reason = found->second;
     if (!reason.message.empty()) return reason;
     const auto near = [&] {
-      const auto other = reasons_.find(reason.rank);
-      return other != reasons_.end() && std::abs(other->second.time - reason.time) < 1'000'000'000;
+      const auto other = view_.reasons.find(reason.rank);
+      return other != view_.reasons.end() && std::abs(other->second.time - reason.time) < 1'000'000'000;
     };
-    changed_.wait_for(lock, Milliseconds(500), [&] { return near() || failure_; });
-    if (!near() && failure_) return std::nullopt;
-    reason.message = near() ? reasons_.at(reason.rank).message : by_exception;
+    changed_.wait_for(lock, reason_timeout, [&] { return near() || view_.failure; });
+    if (!near() && view_.failure) return std::nullopt;
+    reason.message = near() ? view_.reasons.at(reason.rank).message : by_exception;
     return reason;
   }
   /// Returns whether no call of a group can complete: another rank has failed, or has aborted the group.
   [[nodiscard]] bool ended(const std::string& group) const {
     std::lock_guard lock(mutex_);
-    return failure_ || aborted_.contains(group);
+    return view_.failure || view_.aborted.contains(group);
   }
 
-  /// Returns the last positions of the ranks that have left this group gracefully, by global rank.
-  [[nodiscard]] std::map<int, Position> departed(const std::string& group) const {
-    std::lock_guard lock(mutex_);
-    const auto found = departed_.find(group);
-    return found == departed_.end() ? std::map<int, Position>() : found->second;
+  /// See RankView::left_before.
+  [[nodiscard]] std::optional<Failure> left_before(const std::string& group, const FailedCall& call) const {
+    const std::lock_guard lock(mutex_);
+    return view_.left_before(group, call);
   }
 
-  /// Returns a client of the store each call on which ends at `until`, or once another rank has failed.
+  /// Returns clients of the run and of the store each call on which ends at `until`, or once another rank has failed.
+  [[nodiscard]] RunClient client(Clock::time_point until) const {
+    return {*connection_, until, [this] { return failed_elsewhere(); }};
+  }
   [[nodiscard]] StorePtr store(Clock::time_point until) const {
     const auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
     return c10::make_intrusive<StoreClient>(connection_, std::max(left, Milliseconds(1)), [this, until] {
@@ -189,14 +168,7 @@ class FailureMonitor {
   /// Publishes an event to every rank, of failures the first. Does not block.
   void publish(const Event& event) noexcept {
     if (!failed_elsewhere())
-      connection_->post(StoreOperation::publish, [&](FrameWriter& out) { out.text(event.encode()); });
-  }
-  /// Announces to the other ranks that this rank has aborted a group.
-  void publish_abort(const GroupStatus& group, const std::string& text) noexcept {
-    publish({.kind = Event::aborted,
-             .rank = rank_,
-             .group = group.name,
-             .failure = {.rank = rank_, .message = text, .time = monotonic_nanoseconds()}});
+      connection_->post(StoreOperation::publish, [&](FrameWriter& out) { out.value(event); });
   }
   /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
   /// `until`.
@@ -204,23 +176,24 @@ class FailureMonitor {
     report();
     const Event event{
         .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
-    connection_->request(
-        StoreOperation::publish, until, [&](FrameWriter& out) { out.text(event.encode()); },
-        [this] { return failed_elsewhere(); });
+    client(until).publish(event);
     return true;
-  } catch (const std::runtime_error&) {
+  } catch (const StoreError&) {
     return Clock::now() < until;  // another rank has failed, or the store is gone
   }
-  /// Records in the store that this rank has made a communicator. Does not block.
-  void publish_connected() noexcept {
-    connection_->post(StoreOperation::set,
-                      [&](FrameWriter& out) { out.texts({store_keys::communicates(rank_)}).texts({"1"}); });
+  /// Returns which of the other ranks have neither left a group nor ended.
+  [[nodiscard]] std::vector<int> staying(const GroupStatus& group, Clock::time_point until) const try {
+    auto ranks = client(until).staying(group.name, group.ranks);
+    std::erase(ranks, rank_);
+    return ranks;
+  } catch (const StoreError&) {
+    return {};
   }
 
   void add(std::shared_ptr<GroupStatus> group) {
     std::lock_guard lock(mutex_);
     groups_.push_back(std::move(group));
-    noticed_ = failure_.has_value();  // what the program has caught before is not of this group
+    noticed_ = view_.failure.has_value();  // what the program has caught before is not of this group
   }
   void remove(const GroupStatus* group) noexcept {
     std::lock_guard lock(mutex_);
@@ -232,65 +205,48 @@ class FailureMonitor {
   /// a machine short of cores, `timeout` extends to `most`.
   [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds timeout, Milliseconds most) {
     const auto since = Clock::now();
-    auto last = since;  // when the last report came
     const auto over = [this] { return failed_elsewhere(); };
-    std::size_t reports = 0;
-    Answers answers;
+    Question question(group.ranks, rank_, since, timeout, most);
     report();
     for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
-        const std::string reply = connection_->request(
-            StoreOperation::ask, std::max(since + most, asked + Milliseconds(500)),
-            [&](FrameWriter& out) {
-              for (const int rank : group.ranks) out.integer(static_cast<std::uint64_t>(rank));
-            },
-            over);
-        const auto now = Clock::now();
-        FrameReader in(reply);
-        std::size_t fresh = 0;
-        for (const int rank : group.ranks) {
-          const std::uint64_t age = in.integer();
-          FrameReader positions(in.text());
-          if (age == ~std::uint64_t{0}) answers.lost.insert(rank);
-          if (age > static_cast<std::uint64_t>((asked - since) / Milliseconds(1))) continue;
-          ++fresh;
-          if (rank == rank_)  // shows that the store and this process keep up
-            answers.store_answers = true;
-          else
-            read_positions(positions, group, rank, answers);
-        }
-        if (std::exchange(reports, fresh) < fresh) last = now;
-        answers.conclusive = answers.store_answers && now >= since + timeout && now >= last + trickle;
-        if (fresh == group.ranks.size() || answers.conclusive || now >= since + most) break;
+        const auto reply = RunClient(*connection_, std::max(since + most, asked + news_timeout), over)
+                               .reports(group.name, group.ranks);
+        const auto read = [&](int rank, const auto& positions, Answers& answers) {
+          take(positions, group, rank, answers);
+        };
+        if (question.take(reply, asked, Clock::now(), read)) break;
         std::unique_lock lock(mutex_);
         changed_.wait_for(lock, pause, over);
-      } catch (const std::runtime_error&) {  // the store does not answer
+      } catch (const StoreError&) {  // the store does not answer
         break;
       }
     std::lock_guard lock(mutex_);
-    answers.store_left = host_has_left();
-    return answers;
+    question.answers().store_left = host_has_left();
+    return std::move(question.answers());
   }
 
   /// Sends the store this rank's positions, and what it compares over the ranks. Does not block.
   void report() noexcept try {
-    FrameWriter positions, marks;
+    const std::lock_guard reporting(
+        reporting_);  // what one thread has taken is sent before what the next one says
+    std::vector<RankPosition> positions;
+    std::vector<CallMarks> marks;
     {
       std::lock_guard lock(mutex_);
       for (const auto& group : groups_) {
-        write_call(positions.text(group->name), group->position());
-        group->write_marks(marks);
+        positions.push_back({group->name, group->position()});
+        if (auto found = group->new_marks()) marks.push_back(std::move(*found));
       }
     }
-    connection_->post(StoreOperation::report,
-                      [&](FrameWriter& out) { out.text(positions.payload()).raw(marks.payload()); });
+    connection_->post(StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
   } catch (const std::exception&) {  // no memory
   }
   /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
   /// ranks report within half a second.
   [[nodiscard]] std::string different_calls() {
     report();
-    const auto failure = await_failure(Milliseconds(2500));
+    const auto failure = await_failure(mismatch_timeout);
     return failure && failure->kind == FailureKind::mismatch ? failure->message : std::string();
   }
 
@@ -328,16 +284,14 @@ class FailureMonitor {
     return *known;
   }
 
-  // Reads what report() has written.
-  void read_positions(FrameReader& in, const GroupStatus& group, int rank, Answers& answers) const {
-    Position& position = answers.positions[rank];
+  void take(const std::vector<RankPosition>& positions, const GroupStatus& group, int rank,
+            Answers& answers) const {
+    FailedCall& position = answers.positions[rank];
     if (position.operation.empty()) position.operation = no_operation;
     std::lock_guard lock(mutex_);
-    while (in.more()) {
-      const std::string name(in.text());
-      Position there = read_call(in);
+    for (const auto& [name, there] : positions) {
       if (name == group.name) {
-        position = std::move(there);
+        position = there;
         continue;
       }
       for (const auto& known : groups_)
@@ -345,10 +299,6 @@ class FailureMonitor {
           answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
     }
   }
-
-  // The longest pause between the reports of two live ranks that have been asked.
-  static constexpr Milliseconds trickle{400};
-  static constexpr Milliseconds report_interval{500};
 
   // True if nothing more can be learned. The store may then disappear at any moment.
   [[nodiscard]] bool failed_elsewhere() const { return failed_elsewhere_.load(); }
@@ -372,8 +322,7 @@ class FailureMonitor {
                .rank = 0,
                .message = "has ended, since the store that its process hosts is gone"},
               /*store_lost=*/true});
-      while (!over())
-        changed_.wait_until(lock, std::min(end_due_messages(), Clock::now() + Milliseconds(50)));
+      while (!over()) changed_.wait_until(lock, std::min(end_due_messages(), Clock::now() + look_interval));
     }
     end_unless_noticed();
   }
@@ -389,7 +338,7 @@ class FailureMonitor {
 
   void take(StorePush kind, FrameReader& in) {
     if (kind == StorePush::event) {
-      learn(Event::decode(in.rest()));
+      learn(in.value<Event>());
     } else if (kind == StorePush::question) {
       report();
     } else if (kind == StorePush::calls) {
@@ -400,33 +349,23 @@ class FailureMonitor {
         for (const auto& group : groups_)
           if (group->name == name) calls = group->last_calls();
       }
-      connection_->post(StoreOperation::calls,
-                        [&](FrameWriter& out) { out.text(name).text(RecordedCall::encode(calls)); });
+      connection_->post(StoreOperation::calls, [&](FrameWriter& out) { out.text(name).value(calls); });
     }
   }
 
   void learn(const Event& event) {
     std::lock_guard lock(mutex_);
-    switch (event.kind) {
-      case Event::failed:
-        return note({event.failure});
-      case Event::aborted:
-        if (!event.failure.message.empty()) reasons_[event.rank] = event.failure;
-        if (event.rank != rank_ && !failure_) aborted_.try_emplace(event.group, event.failure);
-        return announce();
-      case Event::departed:
-        departed_[event.group][event.rank] = event.position;
-        return announce();
-      case Event::refused:
-        if (rank_ == 0 && refused_.insert(event.failure.message).second)
-          Log(rank_).warning("a process that tried to join this run was refused: {}", event.failure.message);
-    }
+    if (event.kind == Event::failed) return note({event.failure});
+    view_.learn(event);
+    if (event.kind == Event::aborted || event.kind == Event::departed) announce();
+    if (event.kind == Event::refused && rank_ == 0 && refused_.insert(event.failure.message).second)
+      Log(rank_).warning("a process that tried to join this run was refused: {}", event.failure.message);
   }
 
   // Keeps the first failure.
   void note(KnownFailure found) {
-    if (!failure_) failure_ = std::move(found);
-    failed_elsewhere_ = failure_->rank != rank_ || failure_->kind == FailureKind::mismatch;
+    if (!view_.failure) view_.failure = std::move(found);
+    failed_elsewhere_ = view_.over();
     announce();
   }
 
@@ -442,32 +381,30 @@ class FailureMonitor {
   [[nodiscard]] bool host_has_left() const {
     return std::all_of(groups_.begin(), groups_.end(), [&](const auto& group) {
       if (std::find(group->ranks.begin(), group->ranks.end(), 0) == group->ranks.end()) return true;
-      const auto left = departed_.find(group->name);
-      return left != departed_.end() && left->second.contains(0);
+      const auto left = view_.departed.find(group->name);
+      return left != view_.departed.end() && left->second.contains(0);
     });
   }
 
-  // Ends this process if it has not noticed another rank's failure: a rank busy outside collectives would
+  // Under `launch` ends this process if it has not noticed another rank's failure: a rank busy outside collectives would
   // otherwise outlive the other ranks.
   void end_unless_noticed() {
     std::unique_lock lock(mutex_);
-    if (!failed_elsewhere()) return;
-    const bool told = changed_.wait_for(lock, std::chrono::seconds(2), [&] { return stopping_ || noticed_; });
-    if (!told) fail_process(failure_of(error_of(*failure_, rank_, {})));
+    if (!failed_elsewhere() || !failure_hooks.publish) return;
+    const bool told = changed_.wait_for(lock, notice_limit, [&] { return stopping_ || noticed_; });
+    if (!told) fail_process(failure_of(error_of(*view_.failure, rank_, {})));
   }
 
   const int rank_;
   const pid_t owner_ = getpid();
   const std::shared_ptr<StoreConnection> connection_;
+  std::mutex reporting_;  // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers
   std::atomic<std::uint64_t> version_{0};
   std::atomic<bool> stopping_{false}, failed_elsewhere_{false}, due_soon_{false};
   bool noticed_ = false;
-  std::optional<KnownFailure> failure_;
-  std::map<std::string, std::map<int, Position>> departed_;
-  std::map<std::string, Failure> aborted_;  // groups, by another rank
-  std::map<int, Failure> reasons_;          // of the ranks' last aborts
+  RankView view_{rank_};
   std::vector<std::shared_ptr<GroupStatus>> groups_;
   std::map<c10d::Work*, Clock::time_point> messages_;
   std::set<std::string> refused_;  // the processes that rank 0 has told about

@@ -141,7 +141,7 @@ class GroupState {
   /// came from another rank, or that ends only this rank's calls.
   void record(const std::exception_ptr& error, bool publish) noexcept {
     const bool first = error_.keep(error);
-    if (first && publish) membership_.publish_abort(first_line(error));
+    if (first && publish) publish_abort(first_line(error));
     if (first || publish) end_work();
   }
   /// record() on a thread of the program, then throws the first error.
@@ -150,11 +150,11 @@ class GroupState {
     rethrow();
   }
 
-  /// Fails every later call of the group on all ranks, with `reason` unless that is empty, and ends the work in
-  /// flight. Takes at most 1 s, and the time of `end_work`.
+  /// Fails every later call of the group on all ranks, with `reason` unless that is empty, or with the error by which it has
+  /// failed here, and ends the work in flight. Takes at most 1 s, and the time of `end_work`.
   void abort(const std::string& reason) noexcept {
-    if (error_.keep(aborted(reason.empty() ? FailureMonitor::by_exception : reason)))
-      membership_.publish_abort(reason);
+    const bool first = error_.keep(aborted(reason.empty() ? FailureMonitor::by_exception : reason));
+    if (first || !is_of_another_rank(error_.get())) publish_abort(first ? reason : first_line(error_.get()));
     end_work();
   }
 
@@ -171,6 +171,19 @@ class GroupState {
   static std::exception_ptr aborted(const std::string& reason) {
     return std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason));
   }
+  // The other ranks know of such an error.
+  static bool is_of_another_rank(const std::exception_ptr& error) noexcept {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PeerError&) {
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
+  void publish_abort(const std::string& reason) noexcept {
+    if (!published_.exchange(true)) membership_.publish_abort(reason);
+  }
   void end_work() noexcept {
     if (end_work_) end_work_();
   }
@@ -180,7 +193,7 @@ class GroupState {
   const std::function<void()> end_work_;
   int children_ = 0;
   std::shared_ptr<const std::string> label_;
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, published_{false};
   StickyError error_;
   const pid_t owner_ = getpid();
 };
@@ -192,20 +205,22 @@ inline std::vector<int> all_ranks(int size) {
   return ranks;
 }
 
-/// Ends a communicator's use of its group, if it has one: aborts the group during the unwinding of an
-/// exception that was thrown after the communicator was constructed, else shuts it down. `exceptions` is
-/// the value of std::uncaught_exceptions() at the construction.
+/// Ends a communicator's use of its group, if it has one: aborts the group if it has failed, or during the unwinding of an
+/// exception that was thrown after the communicator was constructed, else shuts it down. `exceptions` is the value of
+/// std::uncaught_exceptions() at the construction.
 template <class Group>
 void leave_group(std::shared_ptr<Group>& group, int exceptions) noexcept {
   if (!group) return;
   if (getpid() != group->state().owner()) {
     static_cast<void>(new std::shared_ptr<Group>(std::move(group)));  // its threads run in the parent alone
-  } else if (std::uncaught_exceptions() > exceptions) {
+  } else if (group->state().failed() || std::uncaught_exceptions() > exceptions) {
     group->state().abort("");
   } else {
     try {
       group->shutdown();
     } catch (const std::exception& error) {
+      if (dynamic_cast<const MismatchError*>(&error) && !failure_hooks.publish)  // else `launch` says so
+        group->state().world().log.all().error("{}", error.what());
       group->state().abort(error.what());
     }
   }

@@ -146,17 +146,16 @@ class GroupStatus {
       calls.push_back(call(sequence));
     return calls;
   }
-  /// Writes the numbers and hashes that the store compares, if there are new ones: of the last collective, and of the last
-  /// multiple of each power of 2 from mark_interval on, one of which all ranks report whatever their pace is.
-  void write_marks(FrameWriter& out) {
+  /// Returns the marks that the store compares, if there are new ones: of the last collective, and of the last multiple of
+  /// each power of 2 from mark_interval on, one of which all ranks report whatever their pace is.
+  std::optional<CallMarks> new_marks() {
     const std::lock_guard lock(mutex_);
-    if (reported_ == sequence_) return;
+    if (reported_ == sequence_) return std::nullopt;
     reported_ = sequence_;
-    FrameWriter marks;
-    marks.integer(sequence_).integer(hash_);
+    CallMarks all{name, ranks.size(), {{sequence_, hash_}}};
     for (const auto& [sequence, hash] : marks_)
-      if (sequence > 0) marks.integer(sequence).integer(hash);
-    out.text(name).integer(ranks.size()).text(marks.payload());
+      if (sequence > 0) all.marks.push_back({sequence, hash});
+    return all;
   }
 
  private:

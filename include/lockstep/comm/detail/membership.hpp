@@ -22,10 +22,10 @@
 
 #include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -42,7 +42,7 @@ inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
   if (environment.rendezvous.empty()) return "the store";
   const auto url = parse_rendezvous(environment.rendezvous);
-  if (!url.path.empty()) return detail::formatted("the store in the file {}", url.path);
+
   return detail::formatted("the store at {}:{}{}", url.host, url.port,
                            environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
@@ -50,10 +50,10 @@ inline std::string store_text(const Environment& environment) {
 /// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
 /// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
 /// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
-inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
+inline std::string lateness(const Call& call, const std::map<int, FailedCall>& positions,
                             const std::vector<int>& ranks, int own_rank, const std::string& waited,
                             const std::map<int, Elsewhere>& elsewhere = {}) {
-  const auto last = [](const Position& position) {
+  const auto last = [](const FailedCall& position) {
     return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
   };
   std::vector<std::string> late, silent;
@@ -173,34 +173,53 @@ class Membership {
                                                  "; every rank must make the same, in order"));
   }
 
-  /// Joins the rendezvous of the group. Blocks until every rank has joined; returns each rank's `identity`, by rank in
-  /// the group. Throws TimeoutError, which names the missing ranks, and PeerError if a rank has failed.
-  std::vector<std::string> join(const std::string& identity) {
-    if (!monitor_) return {identity};
+  /// Blocks until every rank has come to make the group. Throws TimeoutError, which names the missing ranks, and PeerError
+  /// if a rank has failed, or has ended without coming. The lowest rank that waits logs warnings as a CallWatch does.
+  void join() {
+    if (!monitor_) return;
     const Call call = making();
-    at_store(call, [rank = rank_, size = size(), identity](c10d::Store& store) {
-      store.set(store_keys::joined_rank(rank), identity);
-      if (store.add(store_keys::joined, 1) == size) store.set(store_keys::all_joined, std::string("1"));
-      return true;
-    });
-    std::vector<std::string> signs;
-    for (int rank = 0; rank < size(); ++rank) signs.push_back(store_keys::joined_rank(rank));
-    await_key(call, store_keys::all_joined, signs, [&](const std::vector<std::string>& missing) {
-      return detail::formatted("rank{} {} not come to make {} after {}", missing.size() == 1 ? "" : "s",
-                               joined(missing), making_text(call), duration_text(Clock::now() - call.start));
-    });
-    return at_store(call, [size = size()](c10d::Store& store) {
-      std::vector<std::string> identities;
-      for (int rank = 0; rank < size; ++rank)
-        identities.push_back(store.get_to_str(store_keys::joined_rank(rank)));
-      return identities;
-    });
+    auto next_warning = call.start + first_warning();
+    // Returns whether all have come.
+    const auto together = [&](const std::optional<Meeting>& met) {
+      if (!met || (met->missing > 0 && met->ended < 0)) return false;
+      if (met->missing == 0) return true;
+      // The rank has published its reason before.
+      if (met->exit_code != 0) (void)monitor_->await_failure(news_timeout);
+      throw_if_failed(call);
+      std::rethrow_exception(peer_error(ended(call, met->ended, met->exit_code), call));
+    };
+    while (!together(meet(call, std::min(call.start + timeout_, next_warning), true))) {
+      throw_if_failed(call);
+      const auto now = Clock::now();
+      const bool over = now >= call.start + timeout_;
+      const auto met = meet(call, soon(), false);
+      if (together(met)) return;
+      std::string text = not_made(call);
+      if (met)
+        text =
+            formatted("rank{} {} {} not come to make {} after {}", met->missing == 1 ? "" : "s",
+                      joined(met->first_missing, ", ", " and ",
+                             met->missing > met->first_missing.size() ? 4 : met->missing, met->missing),
+                      met->missing == 1 ? "has" : "have", making_text(call), duration_text(now - call.start));
+      else
+        text += silence();
+      if (over)
+        throw TimeoutError(Failure{.kind = FailureKind::timed_out,
+                                   .rank = world_.rank(),
+                                   .cause = met && met->missing == 1 ? met->first_missing[0] : -1,
+                                   .call = place_of(call),
+                                   .message = text});
+      if (met ? met->lowest == world_.rank() : world_.local_rank() == 0)
+        world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
+      next_warning = call.start + 2 * (now - call.start);
+    }
   }
 
   /// Records that the transport is connected: from now on the other ranks notice by it when this rank dies.
   /// Until then the server of the store watches this rank's connection.
   void connected() const noexcept {
-    if (monitor_ && world_.begin_communicating()) monitor_->publish_connected();
+    if (monitor_ && world_.begin_communicating())
+      monitor_->publish({.kind = Event::connected, .rank = world_.rank()});
   }
 
   /// Returns whether the monitor has learned of anything since the last look. Costs one atomic read.
@@ -215,11 +234,7 @@ class Membership {
     seen_.store(monitor_->version(), std::memory_order_relaxed);
     if (const auto aborted = monitor_->aborted(name())) return peer_error(*aborted, call);
     if (const auto failure = monitor_->failure()) return peer_error(told(*failure, call), call);
-    for (const auto& [rank, position] : monitor_->departed(name()))
-      if (rank != world_.rank() && !call.peer && position.sequence < call.sequence)
-        return peer_error(left_early(rank, position.sequence == 0 ? "no collective" : text_of(position),
-                                     world_.rank(), place_of(call)),
-                          call);
+    if (const auto left = monitor_->left_before(name(), place_of(call))) return peer_error(*left, call);
     return nullptr;
   }
   /// look() that waits up to `timeout` for the failure that a rank publishes before it ends.
@@ -245,8 +260,8 @@ class Membership {
     CallWatch(Membership& membership, const Call& call)
         : membership_(membership),
           call_(call),
-          interval_(std::min<Milliseconds>(std::chrono::seconds(30), membership.heartbeat_ / 4)),
-          next_(call.start + std::min<Milliseconds>(std::chrono::seconds(5), interval_)),
+          interval_(std::min<Milliseconds>(question_interval, membership.heartbeat_ / 4)),
+          next_(call.start + std::min<Milliseconds>(first_question, interval_)),
           next_warning_(call.start + membership.first_warning()) {}
 
     [[nodiscard]] const Call& call() const { return call_; }
@@ -281,7 +296,6 @@ class Membership {
     }
 
    private:
-    using Milliseconds = std::chrono::milliseconds;
     // The key of the store among the ranks.
     static constexpr int store = -1;
 
@@ -291,32 +305,26 @@ class Membership {
 
     // Returns an error if the store, or a rank that the call needs, has been silent for too long.
     [[nodiscard]] std::exception_ptr find_silent(const Answers& answers) {
-      std::map<int, Clock::duration> silent;
-      const auto is_silent = [&](int who) {
-        const auto known = silent_.find(who);
-        silent[who] = known == silent_.end() ? Clock::duration(0) : known->second + gap_;
-      };
-      if (!answers.store_answers && !answers.store_left) is_silent(store);
+      std::set<int> silent;
+      if (!answers.store_answers && !answers.store_left) silent.insert(store);
       if (answers.conclusive)
-        for (const int rank : membership_.silent(call_, answers)) is_silent(rank);
-      silent_ = std::move(silent);
-      for (const auto& [who, silence] : silent_) {
-        if (silence < membership_.heartbeat_) continue;
-        const auto time = duration_text(silence);
-        if (who == store)
-          return std::make_exception_ptr(TimeoutError(
-              membership_.lateness_of(call_, waited(), answers) +
-                  detail::formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
-              membership_.world_.rank()));
-        return membership_.blame(
-            call_, {.kind = FailureKind::timed_out,
-                    .rank = who,
-                    .message = formatted(
-                        "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it "
-                        "in {}: it is stopped, or its host is cut off",
-                        time, call_.text())});
-      }
-      return nullptr;
+        for (const int rank : membership_.silent(call_, answers)) silent.insert(rank);
+      const auto found = silence_.add(silent, gap_, membership_.heartbeat_);
+      if (!found) return nullptr;
+      const auto& [who, silence] = *found;
+      const auto time = duration_text(silence);
+      if (who == store)
+        return std::make_exception_ptr(TimeoutError(
+            membership_.lateness_of(call_, waited(), answers) +
+                detail::formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
+            membership_.world_.rank()));
+      return membership_.blame(
+          call_, {.kind = FailureKind::timed_out,
+                  .rank = who,
+                  .message = formatted(
+                      "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it "
+                      "in {}: it is stopped, or its host is cut off",
+                      time, call_.text())});
     }
 
     Membership& membership_;
@@ -324,8 +332,8 @@ class Membership {
     std::uint64_t seen_ = 0;
     Milliseconds interval_;
     Clock::time_point next_, next_warning_, asked_{};
-    Clock::duration gap_{};                  // between the last two questions
-    std::map<int, Clock::duration> silent_;  // the duration of each rank's silence, by global rank
+    Clock::duration gap_{};  // between the last two questions
+    Silence silence_;
   };
 
   /// Returns the text of the timeout error of `call`: the late ranks and their positions.
@@ -342,34 +350,37 @@ class Membership {
   /// different calls. Returns null if every rank answers or the reason is unknown.
   [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
     if (!monitor_) return nullptr;
-    using Milliseconds = std::chrono::milliseconds;
     // Leave time for one question, however late the call is.
     const auto left = [end = call.start + timeout_](Milliseconds least, Milliseconds most) {
       return std::clamp(std::chrono::floor<Milliseconds>(end - Clock::now()), least, most);
     };
     monitor_->report();
     // A rank that fails or leaves says so before it closes its connections.
-    if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
-    const auto answers =
-        monitor_->ask(*status_, answer_timeout, left(answer_timeout, std::chrono::seconds(5)));
+    if (auto error = look_soon(call, 2 * look_interval)) return error;
+    const auto answers = monitor_->ask(*status_, answer_timeout, left(answer_timeout, longest_answer));
     if (auto error = look(call)) return error;
     auto late = answers.conclusive ? silent(call, answers) : std::vector<int>();
     // One whose connection to the store has ended before one that is slow to answer.
     std::stable_partition(late.begin(), late.end(), [&](int rank) { return answers.lost.contains(rank); });
     if (!late.empty())
-      return blame(call, exit_code_of(call, late[0]) == 0
+      return blame(call, answers.exit_codes.contains(late[0]) && answers.exit_codes.at(late[0]) == 0
                              ? ended_early(late[0], world_.rank(), place_of(call))
                              : Failure{.kind = FailureKind::died,
                                        .rank = late[0],
                                        .message = text + " " + waiting_text(world_.rank(), call.failed())});
-    if (monitor_->await_failure(left(Milliseconds(100), Milliseconds(1000)))) return look(call);
+    if (monitor_->await_failure(left(2 * look_interval, 2 * news_timeout))) return look(call);
     return nullptr;
   }
 
   /// Tells the other ranks that this rank has aborted the group. They throw PeerError in its calls, and go on with
   /// other groups: the exception may be caught.
   void publish_abort(const std::string& text) const noexcept {
-    if (monitor_) monitor_->publish_abort(*status_, text);
+    if (monitor_)
+      monitor_->publish(
+          {.kind = Event::aborted,
+           .rank = world_.rank(),
+           .group = name(),
+           .failure = {.rank = world_.rank(), .message = text, .time = monotonic_nanoseconds()}});
   }
 
   /// Runs `work(store)` with the group's keys. Returns its result, or std::nullopt at `until`. Throws PeerError if
@@ -406,17 +417,16 @@ class Membership {
   void farewell(const Call& call) {
     if (!monitor_) return;
     if (!world_.hosts_store()) return monitor_->remove(status_.get());
-    for (;;) {
-      const auto version = monitor_->version();
-      const auto gone = monitor_->departed(name());
-      std::vector<std::string> staying;
-      for (const int rank : ranks())
-        if (rank != world_.rank() && !gone.contains(rank)) staying.push_back(std::to_string(rank));
-      if (staying.empty() || monitor_->ended(name())) return;
-      monitor_->await_news(version, std::chrono::seconds(2));
-      if (monitor_->version() == version) {
-        const auto answers = monitor_->ask(*status_, answer_timeout, std::chrono::seconds(5));
+    auto look = Clock::now() + last_request_timeout;
+    for (auto pause = std::chrono::milliseconds(1);;
+         pause = std::min<Milliseconds>(2 * pause, look_interval)) {
+      const std::vector<int> staying = monitor_->staying(*status_, call.start + timeout_);
+      if (staying.empty()) return throw_mismatch(call);
+      if (monitor_->ended(name())) return;
+      if (Clock::now() >= look) {
+        const auto answers = monitor_->ask(*status_, answer_timeout, longest_answer);
         if (answers.conclusive && !silent(call, answers).empty()) return;  // the rank has failed
+        look = Clock::now() + last_request_timeout;
       }
       if (Clock::now() >= call.start + timeout_)
         throw TimeoutError(
@@ -424,14 +434,25 @@ class Membership {
                 "{} is not complete after {}: rank {} hosts the store and waits for rank{} {} to leave "
                 "the communicator '{}'",
                 call.text(), duration_text(Clock::now() - call.start), world_.rank(),
-                staying.size() == 1 ? "" : "s", joined(staying), name()),
+                staying.size() == 1 ? "" : "s", joined(staying, ", ", " and "), name()),
             world_.rank());
+      std::this_thread::sleep_for(pause);
     }
   }
 
   [[nodiscard]] const std::shared_ptr<FailureMonitor>& monitor() const { return monitor_; }
 
  private:
+  // Throws MismatchError if the store has found that the ranks have made different calls.
+  void throw_mismatch(const Call& call) const {
+    std::optional<Failure> failure;
+    try {
+      failure = monitor_->client(soon()).summary().failure;
+    } catch (const StoreError&) {  // another failure is known
+    }
+    if (failure && failure->kind == FailureKind::mismatch)
+      std::rethrow_exception(error_of(*failure, world_.rank(), place_of(call)));
+  }
   // at_store_until() without a result: returns whether `work` has run.
   bool perform_until(const Call& call, Clock::time_point until,
                      const std::function<void(c10d::Store&)>& work) {
@@ -439,24 +460,40 @@ class Membership {
       work(*store_);
       return true;
     }
-    try {
+    return ask_until(call, until, [&] {
       c10d::PrefixStore group(name(), monitor_->store(until));
       work(group);
+    });
+  }
+  // Runs `ask`, which ends at `until`. Returns whether it has returned. Throws as at_store_until.
+  bool ask_until(const Call& call, Clock::time_point until, const std::function<void()>& ask) {
+    std::string reason;
+    try {
+      ask();
       return true;
     } catch (const c10::Error& error) {
-      const bool over = Clock::now() >= until;
-      // The store may be gone because of a failure that a rank is publishing.
-      if (!over) monitor_->await_failure(std::chrono::milliseconds(1500));
-      throw_if_failed(call);
-      if (over) return false;
-      throw CommunicationError(
-          detail::formatted("{} fails: {}", store_text(world_.environment()), first_line(error)),
-          world_.rank());
+      reason = first_line(error);
+    } catch (const StoreError& error) {
+      reason = error.what();
     }
+    const bool over = Clock::now() >= until;
+    // The store may be gone because of a failure that a rank is publishing.
+    if (!over) monitor_->await_failure(answer_timeout);
+    throw_if_failed(call);
+    if (over) return false;
+    throw CommunicationError(formatted("{} fails: {}", store_text(world_.environment()), reason),
+                             world_.rank());
+  }
+  // Comes to the meeting of the group. Returns who has come, or std::nullopt at `until`.
+  std::optional<Meeting> meet(const Call& call, Clock::time_point until, bool waits) {
+    std::optional<Meeting> met;
+    const auto& needed = size() == world_.size() ? std::vector<int>() : ranks();
+    static_cast<void>(ask_until(call, until, [&] {
+      met = monitor_->client(until).meet(name(), world_.rank(), needed, waits, true);
+    }));
+    return met;
   }
 
-  // How long the monitor of another rank may take to answer.
-  static constexpr std::chrono::milliseconds answer_timeout{1500};
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
   // Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer".
   [[nodiscard]] std::string making_text(const Call& call) const {
@@ -500,95 +537,18 @@ class Membership {
   // Returns the ranks that `call` needs and that have not answered. One that has left the group in good order needs not
   // answer; look() finds the calls that it has left out.
   [[nodiscard]] std::vector<int> silent(const Call& call, const Answers& answers) const {
-    const auto gone = monitor_->departed(name());
     std::vector<int> silent;
     for (std::size_t i = 0; i < ranks().size(); ++i)
-      if (const int rank = ranks()[i]; rank != world_.rank() && !answers.positions.contains(rank) &&
-                                       (call.peer ? call.peer == static_cast<int>(i) : !gone.contains(rank)))
+      if (const int rank = ranks()[i];
+          rank != world_.rank() && !answers.positions.contains(rank) &&
+          (call.peer ? call.peer == static_cast<int>(i) : !answers.left.contains(rank)))
         silent.push_back(rank);
     return silent;
   }
 
   // How long a call waits before its first warning.
   [[nodiscard]] std::chrono::milliseconds first_warning() const {
-    return std::clamp<std::chrono::milliseconds>(timeout_ / 2, std::chrono::seconds(5),
-                                                 std::chrono::seconds(30));
-  }
-
-  // Returns the exit code of a rank that has ended, -1 if it is unknown; nothing if it has not, or the store does not
-  // answer.
-  std::optional<int> exit_code_of(const Call& call, int rank) {
-    const std::string finished = store_keys::finished(rank);
-    const auto value = at_store_until(call, soon(), [&](c10d::Store& group) {
-      const auto store = static_cast<c10d::PrefixStore&>(group).getUnderlyingStore();
-      return store->check({finished}) ? store->get_to_str(finished) : std::string();
-    });
-    return value ? whole_number(*value) : std::nullopt;
-  }
-
-  // Returns the ranks in the group whose sign, `signs[rank]`, is not in the store; std::nullopt if it does not answer.
-  std::optional<std::vector<std::size_t>> find_missing(const Call& call,
-                                                       const std::vector<std::string>& signs) {
-    return at_store_until(call, soon(), [&](c10d::Store& group) {
-      std::vector<std::size_t> missing;
-      for (std::size_t rank = 0; rank < signs.size(); ++rank)
-        if (!group.check({signs[rank]})) missing.push_back(rank);
-      return missing;
-    });
-  }
-
-  // Blocks until a key is in the store. Throws TimeoutError with the text of `late(missing)` at the timeout;
-  // `missing` are the ranks without a sign (see find_missing). Throws PeerError if such a rank has ended. The
-  // lowest rank that waits logs warnings as a CallWatch does.
-  void await_key(const Call& call, const char* key, const std::vector<std::string>& signs,
-                 const std::function<std::string(const std::vector<std::string>& missing)>& late) {
-    // All waiting ranks together ask the store at most 20'000 times per second.
-    const auto interval = std::max<std::chrono::microseconds>(
-        std::chrono::milliseconds(500), std::chrono::microseconds(50) * signs.size() * size());
-    auto next_look = call.start + interval;
-    auto next_warning = call.start + first_warning();
-    const auto holds = [&](const std::string& key, Clock::time_point until) {
-      const auto wait = [&](c10d::Store& store) { return store.wait({key}), true; };
-      return at_store_until(call, until, wait).value_or(false);
-    };
-    while (!holds(key, std::min({call.start + timeout_, next_look, next_warning}))) {
-      throw_if_failed(call);
-      const auto now = Clock::now();
-      const bool over = now >= call.start + timeout_, warns = now >= next_warning;
-      if (over || warns || now >= next_look) {
-        const auto missing = find_missing(call, signs);
-        std::vector<std::string> names;
-        std::size_t lowest = 0;
-        for (const std::size_t rank : missing.value_or(std::vector<std::size_t>())) {
-          if (rank == lowest) ++lowest;
-          names.push_back(std::to_string(ranks()[rank]));
-          const auto exit_code = exit_code_of(call, ranks()[rank]);
-          // It may have given its sign after the look above, and ended.
-          if (!exit_code || holds(signs[rank], Clock::now() + std::chrono::milliseconds(100))) continue;
-          if (*exit_code != 0) {  // the rank has published its reason before
-            (void)monitor_->await_failure(std::chrono::milliseconds(500));
-            throw_if_failed(call);
-          }
-          std::rethrow_exception(peer_error(ended(call, ranks()[rank], *exit_code), call));
-        }
-        const int late_alone = names.size() == 1 ? ranks()[(*missing)[0]] : -1;
-        if (over || (warns && !(missing && names.empty()))) {
-          const std::string text = !missing        ? not_made(call) + silence()
-                                   : names.empty() ? not_made(call)
-                                                   : late(names);
-          if (over)
-            throw TimeoutError(Failure{.kind = FailureKind::timed_out,
-                                       .rank = world_.rank(),
-                                       .cause = late_alone,
-                                       .call = place_of(call),
-                                       .message = text});
-          if (missing ? rank_ == static_cast<int>(lowest) : world_.local_rank() == 0)
-            world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
-        }
-        if (warns) next_warning = call.start + 2 * (now - call.start);
-        next_look = Clock::now() + interval;
-      }
-    }
+    return std::clamp<Milliseconds>(timeout_ / 2, least_warning, most_warning);
   }
 
   [[nodiscard]] Failure ended(const Call& call, int rank, int exit_code) const {
@@ -612,7 +572,7 @@ class Membership {
   // Publishes the failure of another rank and returns the PeerError of the failure that was published first.
   [[nodiscard]] std::exception_ptr blame(const Call& call, const Failure& failure) {
     monitor_->publish({.kind = Event::failed, .failure = failure});
-    if (monitor_->await_failure(std::chrono::milliseconds(500)))
+    if (monitor_->await_failure(news_timeout))
       if (auto error = look(call)) return error;
     return peer_error(failure, call);
   }
@@ -633,8 +593,7 @@ class Membership {
                                         const Answers& answers) const {
     const auto time = duration_text(waited);
     auto positions = answers.positions;
-    if (monitor_)
-      for (const auto& [rank, last] : monitor_->departed(name())) positions[rank] = last;
+    for (const auto& [rank, last] : answers.left) positions[rank] = last;
     if (answers.store_answers)
       return lateness(call, positions, ranks(), world_.rank(), time, answers.elsewhere);
     return detail::formatted("{} is not complete after {}", call.text(), time) + silence();

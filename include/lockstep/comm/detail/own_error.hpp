@@ -1,21 +1,15 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <exception>
-#include <map>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 
@@ -43,42 +37,19 @@ void abort_for_others(C& comm, const std::string& where = "") {
   if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
 }
 
-/// Returns how often all ranks of `group` threw together, after adding `more`. The count is per process and
-/// equal on every rank.
-LOCKSTEP_PROCESS_WIDE inline int times_thrown(const std::string& group, int more = 0) {
-  static auto& mutex = *new std::mutex();
-  static auto& times = *new std::map<std::string, int>();
-  const std::lock_guard lock(mutex);
-  return times[group] += more;
-}
-
-/// Returns whether every rank of the group calls this within two seconds because each of them throws: then no
-/// rank waits for another. The ranks exchange this through the store, since a rank that does not throw may be
-/// in any collective.
+/// Returns whether every rank of the group calls this within two seconds because each of them throws: then no rank
+/// waits for another. The ranks learn this from the store, since a rank that does not throw may be in any collective.
 template <class C>
 bool every_rank_throws(C& comm) noexcept try {
   const RankNames name_of(comm);
-  std::string group;
-  for (int rank = 0; rank < comm.size(); ++rank)
-    group += detail::formatted("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < comm.size(); ++rank)
-    keys.push_back(store_keys::thrown(group, times_thrown(group), rank));
-  const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
-  // A separate connection: a store that does not answer must not delay the error report.
-  const auto store = comm.world().connect_again(std::chrono::seconds(2));
-  store->set(own, std::vector<std::uint8_t>{1});
-  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-  while (!store->check(keys)) {
-    if (std::chrono::steady_clock::now() > until) {
-      store->deleteKey(own);
-      return false;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  times_thrown(group, 1);
-  return true;
-} catch (...) {  // the store is gone; the abort reports the failure
+  std::vector<int> ranks;
+  for (int rank = 0; rank < comm.size(); ++rank) ranks.push_back(name_of(static_cast<std::size_t>(rank)));
+  const std::string name = "throws " + std::to_string(hash_of(joined(ranks, " "), 0));
+  if (comm.size() == comm.world().size()) ranks.clear();
+  return RunClient(*comm.world().connection(), throw_together)
+             .meet(name, comm.world().rank(), ranks, true, false)
+             .missing == 0;
+} catch (...) {  // a rank does not throw; or the store is gone, and the abort reports the failure
   return false;
 }
 

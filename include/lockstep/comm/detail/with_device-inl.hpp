@@ -4,7 +4,6 @@
 #include <string>
 
 #include "lockstep/comm/detail/membership.hpp"
-#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -13,6 +12,7 @@
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 

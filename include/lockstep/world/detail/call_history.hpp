@@ -7,13 +7,13 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
 /// The collectives of the ranks of a communicator, as the store compares them: by a rolling hash, and where hashes
@@ -43,24 +43,26 @@ struct RecordedCall {
   std::uint64_t hash = 0;  ///< of this collective and all before it
   std::string content;     ///< what must be equal on all ranks: "all_reduce of sum, [25] float32"
   FailedCall call;
-
-  static std::string encode(const std::vector<RecordedCall>& calls) {
-    FrameWriter out;
-    for (const RecordedCall& one : calls) write_call(out.integer(one.hash).text(one.content), one.call);
-    return std::string(out.payload());
-  }
-  static std::vector<RecordedCall> decode(std::string_view bytes) {
-    FrameReader in(bytes);
-    std::vector<RecordedCall> calls;
-    while (in.more()) {
-      RecordedCall& one = calls.emplace_back();
-      one.hash = in.integer();
-      one.content = printable(std::string(in.text()));
-      one.call = read_call(in);
-    }
-    return calls;
-  }
 };
+template <>
+inline constexpr auto fields_of<RecordedCall> =
+    std::tuple{&RecordedCall::hash, &RecordedCall::content, &RecordedCall::call};
+
+/// The hash of all collectives of a rank up to number `sequence`.
+struct CallMark {
+  std::uint64_t sequence = 0, hash = 0;
+};
+template <>
+inline constexpr auto fields_of<CallMark> = std::tuple{&CallMark::sequence, &CallMark::hash};
+/// What a rank reports of a communicator of `ranks` ranks: first the mark of its last collective.
+struct CallMarks {
+  std::string group = {};
+  std::uint64_t ranks = 0;
+  std::vector<CallMark> marks = {};
+};
+template <>
+inline constexpr auto fields_of<CallMarks> =
+    std::tuple{&CallMarks::group, &CallMarks::ranks, &CallMarks::marks};
 
 /// Two ranks whose collectives up to number `sequence` differ.
 struct CallDifference {
@@ -74,8 +76,10 @@ class CallComparison {
   explicit CallComparison(std::size_t ranks) : ranks_(ranks) {}
 
   /// Adds the hash of all collectives of a rank up to number `sequence`.
-  std::optional<CallDifference> report(int rank, std::uint64_t sequence, std::uint64_t hash) {
+  std::optional<CallDifference> report(int rank, const CallMark& mark) {
+    const auto [sequence, hash] = mark;
     // All ranks report the numbers of the one kind; of the other they share one only while they wait.
+    furthest_ = std::max(furthest_, sequence);
     auto& known = known_[sequence % mark_interval == 0];
     const auto [found, added] = known.try_emplace(sequence, hash, rank);
     const auto [first_hash, first_rank] = found->second;
@@ -83,22 +87,32 @@ class CallComparison {
     if (known.size() > most_kept) known.erase(known.begin());
     return std::nullopt;
   }
-  /// Adds a rank that has left the communicator after the collective `last`. Returns the rank that has left before it
-  /// with another number of collectives, and its last one.
+  /// Adds a rank that has left the communicator after the collective `last`. Returns a rank that has left before it with
+  /// another number of collectives, and its last one.
   std::optional<std::pair<int, FailedCall>> leave(int rank, const FailedCall& last) {
-    if (!left_) left_ = {rank, last};
-    ++gone_;
-    return left_->second.sequence == last.sequence ? std::nullopt : left_;
+    auto before = left_before(~std::uint64_t{0});
+    left_.emplace(rank, last);
+    if (!fewest_ || last.sequence < left_.at(*fewest_).sequence) fewest_ = rank;
+    return before && before->second.sequence != last.sequence ? before : std::nullopt;
   }
-
-  [[nodiscard]] bool all_left() const { return gone_ >= ranks_; }
+  /// Returns a rank that has left before the collective `sequence`, and its last one.
+  [[nodiscard]] std::optional<std::pair<int, FailedCall>> left_before(std::uint64_t sequence) const {
+    if (!fewest_ || left_.at(*fewest_).sequence >= sequence) return std::nullopt;
+    return *left_.find(*fewest_);
+  }
+  [[nodiscard]] const std::map<int, FailedCall>& left() const { return left_; }
+  [[nodiscard]] bool all_left() const { return left_.size() >= ranks_; }
+  /// Returns the number of the last collective of any rank.
+  [[nodiscard]] std::uint64_t furthest() const { return furthest_; }
 
  private:
   static constexpr std::size_t most_kept = 256;
 
   std::map<std::uint64_t, std::pair<std::uint64_t, int>> known_[2];  // hash and first rank, by number
-  std::size_t ranks_, gone_ = 0;
-  std::optional<std::pair<int, FailedCall>> left_;  // the first that has left
+  std::size_t ranks_;
+  std::uint64_t furthest_ = 0;
+  std::map<int, FailedCall> left_;  // the last collectives of the ranks that have left
+  std::optional<int> fewest_;       // of these, one with the fewest
 };
 
 /// Returns the first calls that differ among the last calls of two ranks; nothing if these do not reach back to them.

@@ -106,7 +106,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   // Allocate before the fork: another thread may hold the allocator's lock.
   const auto argv = as_c_strings(arguments);
   const auto envp = as_c_strings(environment);
-  const auto report = encode({.code = 127, .message = "the program could not be executed again"});
+  const auto report = report_of({.code = 127, .message = "the program could not be executed again"});
   const pid_t parent = getpid();
   // Until the child has reset this process's handlers, a signal would run them in the child.
   sigset_t all, own;

@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +11,6 @@
 #include <map>
 #include <numeric>
 #include <tuple>
-#include <typeinfo>
 #include <utility>
 
 #include "lockstep/detail/bytes.hpp"
@@ -20,7 +18,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
-#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/launcher_process.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -48,35 +45,20 @@ LOCKSTEP_INLINE std::optional<int> integer_variable(const Variables& variables, 
   const auto text = variables(name);
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
-  if (!value) {
-    const bool negative = text->front() == '-';
-    const bool digits = text->size() > (negative ? 1 : 0) &&
-                        text->find_first_not_of("0123456789", negative ? 1 : 0) == std::string::npos;
+  if (value && *value >= least && *value <= most) return value;
+  const std::size_t sign = text->front() == '-' ? 1 : 0;
+  if (text->size() == sign || text->find_first_not_of("0123456789", sign) != std::string::npos) {
     const bool blank = text->find_first_of(" \t\r\n") != std::string::npos;  // visible in quotes alone
-    if (digits)
-      throw UsageError(
-          detail::formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
     throw UsageError(detail::formatted("{}={}{}{} is not a whole number. Set it to one, or unset it", name,
                                        blank ? "'" : "", *text, blank ? "'" : ""));
   }
-  if (*value < least || *value > most)
-    throw UsageError(
-        most == 2147483647
-            ? detail::formatted("{}={} is too small: it must be at least {}", name, *text, least)
-            : detail::formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
-  return value;
-}
-
-LOCKSTEP_INLINE std::optional<int> timeout_variable(const Variables& variables) {
-  return integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
-}
-
-LOCKSTEP_INLINE std::optional<int> heartbeat_timeout_variable(const Variables& variables) {
-  return integer_variable(variables, "LOCKSTEP_HEARTBEAT_TIMEOUT", 1);
+  throw UsageError(
+      value && most == 2147483647
+          ? detail::formatted("{}={} is too small: it must be at least {}", name, *text, least)
+          : detail::formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
 }
 
 LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool needed) {
-  if (const auto url = variables("LOCKSTEP_RENDEZVOUS")) return *url;
   const auto address = variables("MASTER_ADDR");
   const auto port = integer_variable(variables, "MASTER_PORT", 1, 65535);
   if (address && port) return detail::formatted("tcp://{}:{}", *address, *port);
@@ -93,10 +75,7 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
 }
 
 LOCKSTEP_INLINE RendezvousOrigin rendezvous_origin(const Variables& given,
-                                                   const std::optional<FoundRank>& found) {
-  if (const auto url = given("LOCKSTEP_RENDEZVOUS"))
-    return {"LOCKSTEP_RENDEZVOUS=" + *url, "set the host of LOCKSTEP_RENDEZVOUS to",
-            "set the port of LOCKSTEP_RENDEZVOUS to"};
+                                                   const std::optional<LaunchedRank>& found) {
   RendezvousOrigin origin;
   const auto add = [&](const std::string& part) { origin.text += (origin.text.empty() ? "" : ", ") + part; };
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
@@ -131,11 +110,9 @@ LOCKSTEP_INLINE std::string loopback_address() {
   return bind(fd.get(), reinterpret_cast<const sockaddr*>(&four), sizeof four) == 0 ? "127.0.0.1" : "::1";
 }
 
-LOCKSTEP_INLINE std::string store_secret(const std::string& url, const Variables& variables,
-                                         const std::optional<FoundRank>& found) {
+LOCKSTEP_INLINE std::string store_secret(const Variables& variables,
+                                         const std::optional<LaunchedRank>& found) {
   auto secret = read_store_secret(variables);
-  if (secret.empty() && !url.empty() && names_loopback(parse_rendezvous(url).host))
-    secret = variables("LOCKSTEP_SPAWN_SECRET").value_or("");
   if (secret.empty() && found && !found->run.empty())
     secret = detail::formatted("run {}", fnv1a(found->launcher + " " + found->run));
   return secret;
@@ -187,25 +164,33 @@ inline std::string_view first_name(std::string_view names) {
   return names.substr(0, names.find(','));
 }
 
-/// Throws UsageError if the launcher's place on this host contradicts the rank, the size or itself.
-inline void require_local_place(const LaunchedRank& found, const char* local_rank, const char* local_size) {
+/// Returns the last of the names "A, B".
+inline std::string_view last_name(std::string_view names) {
+  return names.substr(names.rfind(' ') + 1);
+}
+
+/// Throws UsageError if the place on this host contradicts the rank, the size or itself. `found.variables` names the
+/// variables of rank and size.
+inline void require_local_place(const LaunchedRank& found, const char* local_rank, const char* local_size,
+                                const char* remedy = "pass the launcher's whole environment on") {
   if (found.local_size && *found.local_size > found.size)
     throw UsageError(
-        detail::formatted("{}={} contradicts {} ranks in all ({}): pass the launcher's whole "
-                          "environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and "
-                          "LOCAL_WORLD_SIZE by hand",
-                          local_size, *found.local_size, found.size, found.variables));
+        formatted("{}={} contradicts {}={}: a host cannot run more ranks than there are: {}, or set RANK, "
+                  "WORLD_SIZE, LOCAL_RANK and "
+                  "LOCAL_WORLD_SIZE by hand",
+                  local_size, *found.local_size, last_name(found.variables), found.size, remedy));
   const int ranks = found.local_size.value_or(found.size);
   if (found.local_rank && *found.local_rank >= ranks)
-    throw UsageError(detail::formatted(
-        "{}={} is out of range: with {} rank{} on this host ({}) it must be in 0 to "
-        "{}. Pass the launcher's whole environment on, or unset {}",
-        local_rank, *found.local_rank, ranks, ranks == 1 ? "" : "s", local_size, ranks - 1, local_rank));
+    throw UsageError(
+        formatted("{}={} is out of range: with {} rank{} on this host ({}) it must be in 0 to {}: {}, or "
+                  "unset {}",
+                  local_rank, *found.local_rank, ranks, ranks == 1 ? "" : "s", local_size, ranks - 1, remedy,
+                  local_rank));
   if (found.local_rank && *found.local_rank > found.rank)
-    throw UsageError(detail::formatted(
-        "{}={} contradicts {}={}: a rank on this host cannot be smaller than its number "
-        "here. Pass the launcher's whole environment on, or unset {}",
-        local_rank, *found.local_rank, first_name(found.variables), found.rank, local_rank));
+    throw UsageError(formatted(
+        "{}={} contradicts {}={}: a rank on this host cannot be smaller than its number here: "
+        "{}, or unset {}",
+        local_rank, *found.local_rank, first_name(found.variables), found.rank, remedy, local_rank));
 }
 
 /// Sets the address of the store if all ranks are on this host. The port follows from the job's name where
@@ -267,79 +252,14 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
   }
 }
 
-/// Throws UsageError unless `found`, which a source of ranks has made of the variables `read` ("A=1, B=2"),
-/// is a place that a rank can have.
-inline void require_place(const Variables& variables, const LaunchedRank& found, const std::string& read) {
-  const auto& by = found.launcher;
-  const auto& names = read.empty() ? found.variables : read;
-  const std::string from = names.empty() ? std::string() : " (" + names + ")";
-  if (found.size < 1)
-    throw UsageError(detail::formatted("{} has assigned a world size of {}{}: it must be at least 1", by,
-                                       found.size, from));
-  if (found.rank < 0 || found.rank >= found.size)
-    throw UsageError(detail::formatted("{} has assigned rank {} of {}{}: it must be in 0 to {}", by,
-                                       found.rank, found.size, from, found.size - 1));
-  if (found.local_rank && found.local_size) {
-    const int local_rank = *found.local_rank, local_size = *found.local_size;
-    if (local_size < 1 || local_size > found.size || local_rank < 0 || local_rank >= local_size ||
-        local_rank > found.rank)
-      throw UsageError(detail::formatted(
-          "{} has assigned local rank {} of {} to rank {} of {}{}: it must be below the number "
-          "of ranks on its host and not above the rank",
-          by, local_rank, local_size, found.rank, found.size, from));
-  }
-  if (!found.master_addr.empty() && !variables("MASTER_PORT") && !variables("LOCKSTEP_RENDEZVOUS") &&
-      (found.master_port < 1 || found.master_port > 65535))
-    throw UsageError(
-        detail::formatted("{} has assigned port {} for the rendezvous{}: it must be in 1 to 65535", by,
-                          found.master_port, from));
-}
-
-/// Returns the place that `source` finds. Throws UsageError if it fails or the place is out of range.
-inline std::optional<FoundRank> place_from(const AnyRankSource& source, const Variables& variables) {
-  const std::string nameless = "the program's source of ranks";
-  std::vector<std::string> names;
-  const Variables recorded = [&](const char* name) {
-    const auto value = variables(name);
-    if (value && std::find(names.begin(), names.end(), name) == names.end()) names.emplace_back(name);
-    return value;
-  };
-  // "A, B", or "A=1, B=2"
-  const auto listed = [&](bool with_values) {
-    std::string text;
-    for (const auto& name : names) {
-      text += (text.empty() ? "" : ", ") + name;
-      if (with_values) text += "=" + variables(name.c_str()).value_or("");
-    }
-    return text;
-  };
-  std::optional<LaunchedRank> found;
-  try {
-    found = source(recorded);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw UsageError(detail::formatted(
-        "{} has failed{} ({}: {}): set the launcher's variables to values that it can read", nameless,
-        names.empty() ? "" : " after it read " + listed(true), type_name(typeid(error)), error.what()));
-  }
-  if (!found) return std::nullopt;
-  if (found->launcher.empty()) found->launcher = nameless;
-  require_place(variables, *found, listed(true));
-  return FoundRank{std::move(*found), listed(false)};
-}
-
-LOCKSTEP_INLINE std::optional<FoundRank> find_launched_rank(const Variables& variables,
-                                                            const AnyRankSource& source) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& variables) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
-  if (size == 1 || variables("RANK") || !source) return std::nullopt;
-  auto found = place_from(source, variables);
+  if (size == 1 || variables("RANK")) return std::nullopt;
+  auto found = launched_rank(variables);
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
   if (found && local_rank && found->local_rank && *local_rank != *found->local_rank)
-    throw UsageError(
-        detail::formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
-                          found->local_variable.empty() ? "the local rank" : found->local_variable,
-                          *found->local_rank, found->launcher));
+    throw UsageError(detail::formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
+                                       found->local_variable, *found->local_rank, found->launcher));
   if (found && size && *size != found->size)
     throw UsageError(
         detail::formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE",
@@ -348,7 +268,7 @@ LOCKSTEP_INLINE std::optional<FoundRank> find_launched_rank(const Variables& var
 }
 
 LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
-                                             const std::optional<FoundRank>& found) {
+                                             const std::optional<LaunchedRank>& found) {
   if (!found) return variables;
   std::map<std::string, std::string> known{{"RANK", std::to_string(found->rank)},
                                            {"WORLD_SIZE", std::to_string(found->size)}};
@@ -359,8 +279,7 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
   if (!found->master_addr.empty()) {
     known["MASTER_ADDR"] = found->master_addr;
     known["MASTER_PORT"] = std::to_string(found->master_port);
-  } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
-             !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
+  } else if (rendezvous_url(variables, false).empty()) {
     const bool one_host = found->local_size.value_or(found->size) == found->size;
     throw UsageError(detail::formatted(
         "{} has started ranks{} and names no address for their rendezvous{}: set MASTER_ADDR "
@@ -426,12 +345,8 @@ LOCKSTEP_INLINE std::vector<int> expand_task_counts(std::string_view text) {
 
 namespace lockstep {
 
-LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url, std::string_view name) {
+LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url) {
   RendezvousUrl parsed;
-  if (url.starts_with("file:///") && url.size() > 8) {
-    parsed.path = url.substr(7);
-    return parsed;
-  }
   if (url.starts_with("tcp://")) {
     const auto rest = std::string_view(url).substr(6);
     const auto colon = rest.rfind(':');
@@ -444,9 +359,7 @@ LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url, std::stri
       if (port && parsed.port > 0 && parsed.port <= 65535) return parsed;
     }
   }
-  throw UsageError(detail::formatted(
-      "{} is neither tcp://HOST:PORT nor file:///ABSOLUTE/PATH: write it as one of them",
-      name.empty() ? detail::formatted("the rendezvous '{}'", url) : detail::formatted("{}={}", name, url)));
+  throw UsageError(detail::formatted("the rendezvous '{}' is not tcp://HOST:PORT: write it so", url));
 }
 
 LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
@@ -458,68 +371,76 @@ LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
   return secret;
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& variables) {
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
+/// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
+/// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks
+/// itself. Throws UsageError inside a batch script or an allocation of several tasks if srun did not start
+/// this process, and for a step of several tasks without the variable of the rank, the step or the job.
+inline std::optional<LaunchedRank> rank_of_slurm(const Variables& variables) {
   for (const char* name : {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"})
-    detail::require_beside(variables, name, "SLURM_STEP_NUM_TASKS");
+    require_beside(variables, name, "SLURM_STEP_NUM_TASKS");
   const auto job = variables("SLURM_JOB_ID");
   if (!job) return std::nullopt;
   const auto step = variables("SLURM_STEP_ID");
-  const auto rank = detail::integer_variable(variables, "SLURM_PROCID", 0);
+  const auto rank = integer_variable(variables, "SLURM_PROCID", 0);
   if (!step || !rank) {
     // A batch script itself has SLURM_PROCID=0 and the tasks of the whole job.
-    const auto tasks = detail::integer_variable(variables, "SLURM_NTASKS", 1);
+    const auto tasks = integer_variable(variables, "SLURM_NTASKS", 1);
     if (tasks.value_or(1) == 1) return std::nullopt;
-    throw UsageError(detail::formatted(
+    throw UsageError(formatted(
         "this process is inside Slurm job {} of {} tasks (SLURM_NTASKS) but was not started by srun: start "
         "it as `srun PROGRAM`, with --nproc for ranks on this host alone, or with WORLD_SIZE=1 as one "
         "process",
         *job, *tasks));
   }
   LaunchedRank found{"srun", *rank};
-  found.size = detail::companion_variable(variables, "SLURM_STEP_NUM_TASKS", 1, "SLURM_PROCID");
+  found.size = companion_variable(variables, "SLURM_STEP_NUM_TASKS", 1, "SLURM_PROCID");
   if (found.size == 1) return std::nullopt;
-  detail::require_below(variables, "SLURM_PROCID", found.rank, "SLURM_STEP_NUM_TASKS", found.size);
-  found.local_rank = detail::integer_variable(variables, "SLURM_LOCALID", 0);
-  const auto node = detail::integer_variable(variables, "SLURM_NODEID", 0);
+  require_below(variables, "SLURM_PROCID", found.rank, "SLURM_STEP_NUM_TASKS", found.size);
+  found.local_rank = integer_variable(variables, "SLURM_LOCALID", 0);
+  const auto node = integer_variable(variables, "SLURM_NODEID", 0);
   const auto counts = variables("SLURM_STEP_TASKS_PER_NODE");
   if (counts && node) {
-    const auto tasks = detail::expand_task_counts(*counts);
+    const auto tasks = expand_task_counts(*counts);
     if (static_cast<std::size_t>(*node) >= tasks.size())
-      throw UsageError(detail::formatted(
-          "SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts. Pass "
-          "srun's whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and "
-          "LOCAL_WORLD_SIZE by hand",
-          *node, *counts, tasks.size()));
+      throw UsageError(
+          formatted("SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts. Pass "
+                    "srun's whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+                    "LOCAL_WORLD_SIZE by hand",
+                    *node, *counts, tasks.size()));
     found.local_size = tasks[static_cast<std::size_t>(*node)];
     const auto all = std::accumulate(tasks.begin(), tasks.end(), std::int64_t{0});
     if (all != found.size)
-      throw UsageError(detail::formatted(
+      throw UsageError(formatted(
           "SLURM_STEP_TASKS_PER_NODE={} ({} tasks in all) contradicts SLURM_STEP_NUM_TASKS={}: pass srun's "
           "whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand",
           *counts, all, found.size));
   }
   found.variables = "SLURM_PROCID, SLURM_STEP_NUM_TASKS";
   found.local_variable = "SLURM_LOCALID";
-  detail::require_local_place(found, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE");
+  require_local_place(found, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE");
   // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
-  const auto cores = [&](const char* name) { return detail::whole_number(variables(name).value_or("")); };
+  const auto cores = [&](const char* name) { return whole_number(variables(name).value_or("")); };
   if (const auto each = cores("SLURM_CPUS_PER_TASK"); each && found.local_size)
     found.host_cores = *each * *found.local_size;
   else
     found.host_cores = cores("SLURM_CPUS_ON_NODE");
   found.run = *job + "." + *step;
-  found.master_port = detail::port_of(found.run);
+  found.master_port = port_of(found.run);
   // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
   if (const auto given = variables("MASTER_ADDR")) {
     found.master_addr = *given;
-  } else if (const auto nodes = variables("SLURM_STEP_NODELIST");
-             nodes && !variables("LOCKSTEP_RENDEZVOUS")) {
-    const auto hosts = detail::expand_node_list(*nodes);
-    if (counts && detail::expand_task_counts(*counts).size() != hosts.size())
-      throw UsageError(detail::formatted(
-          "SLURM_STEP_NODELIST={} (hosts: {}) contradicts SLURM_STEP_TASKS_PER_NODE={} "
-          "(hosts: {}): pass srun's whole environment on, or set MASTER_ADDR to the host of rank 0",
-          *nodes, hosts.size(), *counts, detail::expand_task_counts(*counts).size()));
+  } else if (const auto nodes = variables("SLURM_STEP_NODELIST"); nodes) {
+    const auto hosts = expand_node_list(*nodes);
+    if (counts && expand_task_counts(*counts).size() != hosts.size())
+      throw UsageError(
+          formatted("SLURM_STEP_NODELIST={} (hosts: {}) contradicts SLURM_STEP_TASKS_PER_NODE={} "
+                    "(hosts: {}): pass srun's whole environment on, or set MASTER_ADDR to the host of rank 0",
+                    *nodes, hosts.size(), *counts, expand_task_counts(*counts).size()));
     found.master_addr = hosts.front();
     found.address_variable = "SLURM_STEP_NODELIST";
     if (hosts.size() > 1 && variables("SLURM_DISTRIBUTION").value_or("").starts_with("arbitrary"))
@@ -529,11 +450,10 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
   return found;
 }
 
-namespace detail {
 /// Returns the rank of a process that a launcher of MPI has started, from the launcher's variables.
-LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_mpi(const Variables& variables, const char* launcher,
-                                                        const char* rank, const char* size,
-                                                        const char* local_rank, const char* local_size) {
+inline std::optional<LaunchedRank> rank_of_mpi(const Variables& variables, const char* launcher,
+                                               const char* rank, const char* size, const char* local_rank,
+                                               const char* local_size) {
   LaunchedRank found{launcher, *integer_variable(variables, rank, 0)};
   found.size = companion_variable(variables, size, 1, rank);
   if (found.size == 1) return std::nullopt;
@@ -546,22 +466,26 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_mpi(const Variables& variabl
   rendezvous_on_this_host(variables, found);
   return found;
 }
-}  // namespace detail
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables) {
-  detail::require_beside(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+/// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
+/// their local counterparts. If all ranks are on one host, the store is there; otherwise the user sets
+/// MASTER_ADDR and MASTER_PORT. Throws UsageError for variables that contradict each other.
+inline std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables) {
+  require_beside(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
   if (!variables("OMPI_COMM_WORLD_RANK")) return std::nullopt;
-  return detail::rank_of_mpi(variables, "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
+  return rank_of_mpi(variables, "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variables) {
-  detail::require_beside(variables, "PMI_RANK", "PMI_SIZE");
+/// Returns the rank that the mpiexec of MPICH or Intel MPI, or `srun --mpi=pmi2`, assigned, from PMI_RANK,
+/// PMI_SIZE, MPI_LOCALRANKID and MPI_LOCALNRANKS. The store is as for Open MPI, or as for Slurm. Throws
+/// UsageError for variables that contradict each other.
+inline std::optional<LaunchedRank> rank_of_pmi(const Variables& variables) {
+  require_beside(variables, "PMI_RANK", "PMI_SIZE");
   if (!variables("PMI_RANK")) return std::nullopt;
   // srun --mpi=pmi2 sets PMI's variables beside its own, which say more.
   if (variables("SLURM_STEP_ID") && !variables("MPI_LOCALRANKID")) return rank_of_slurm(variables);
-  return detail::rank_of_mpi(variables, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
-                             "MPI_LOCALNRANKS");
+  return rank_of_mpi(variables, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
@@ -572,16 +496,12 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& varia
   const auto rank = variables("PMIX_RANK");
   if (rank && !variables("SLURM_PROCID"))
     throw UsageError(
-        detail::formatted("PMIX_RANK={} is set, but no variable holds the number of ranks: start the program "
-                          "by srun, mpirun or mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
-                          "WORLD_SIZE=1 for a process on its own",
-                          *rank));
+        formatted("PMIX_RANK={} is set, but no variable holds the number of ranks: start the program "
+                  "by srun, mpirun or mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
+                  "WORLD_SIZE=1 for a process on its own",
+                  *rank));
   return std::nullopt;
 }
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
 
 /// Returns the launcher of a process that is alone because the launcher has started one, or because WORLD_SIZE=1
 /// replaces its number of ranks, and the names of the variables for rank and size; empty names if there is none.
@@ -607,8 +527,8 @@ inline std::pair<std::string, std::string> launcher_of_one(const Variables& vari
 
 namespace lockstep {
 
-LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRankSource& source) {
-  const auto found = detail::find_launched_rank(given, source);
+LOCKSTEP_INLINE Environment read_environment(const Variables& given) {
+  const auto found = detail::find_launched_rank(given);
   const Variables variables = detail::with_launched_rank(given, found);
   Environment env;
   const auto size = detail::integer_variable(variables, "WORLD_SIZE", 1);
@@ -636,36 +556,23 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRa
   env.local_rank = local_rank.value_or(0);
   if (local_rank && !local_size && env.size > 1) env.expected_local_rank = local_rank;
   env.local_size = local_size.value_or(1);
-  if (env.local_size > env.size)
-    throw UsageError(
-        detail::formatted("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
-                          "there are. Set LOCAL_WORLD_SIZE to the number of ranks on this host, or unset it "
-                          "and LOCAL_RANK",
-                          env.local_size, env.size));
-  if (env.local_rank >= env.local_size && !env.expected_local_rank)
-    throw UsageError(detail::formatted(
-        "LOCAL_RANK={} is out of range: with {}={} it must be in 0 to {}. Set it to this "
-        "rank's number on its host, or unset it",
-        env.local_rank, local_size ? "LOCAL_WORLD_SIZE" : "WORLD_SIZE", env.local_size, env.local_size - 1));
-  if (env.local_rank > env.rank)
-    throw UsageError(
-        detail::formatted("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
-                          "number here. Set LOCAL_RANK to its number on this host, or unset it",
-                          env.local_rank, env.rank));
+  if (!found)
+    detail::require_local_place(
+        {{}, env.rank, env.size, local_rank, local_size, {}, 0, {}, "RANK, WORLD_SIZE"}, "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE", "set both for this host");
   // A process alone opens no port and looks up no name, whatever address is exported.
   if (env.size > 1) {
     env.rendezvous = detail::rendezvous_url(variables, true);
-    parse_rendezvous(env.rendezvous, "LOCKSTEP_RENDEZVOUS");
+
     env.rendezvous_origin = detail::rendezvous_origin(given, found);
   }
-  env.store_secret = detail::store_secret(env.rendezvous, variables, found);
+  env.store_secret = detail::store_secret(variables, found);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();
   if (found) {
     env.launcher = found->launcher;
     env.rank_variables = found->variables;
-    env.read_variables = found->read;
     env.local_variable = found->local_variable;
     env.host_cores = found->host_cores;
     return env;

@@ -9,7 +9,9 @@
 #include <exception>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <typeinfo>
+#include <utility>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -62,7 +64,6 @@ inline Failure failure_of(const std::exception_ptr& exception) {
       failure.message = printable(failure.message);  // it may quote other ranks
     if (failure.kind == FailureKind::usage) failure.code = 2;
     if (failure.kind == FailureKind::stopped) failure.code = stopped_exit_code;
-    if (dynamic_cast<const ProcessError*>(&error) && failure.code == 2) failure.kind = FailureKind::usage;
   } catch (const std::exception& error) {
     const std::string known = known_exception_text ? known_exception_text(error) : std::string();
     failure.message =
@@ -76,51 +77,31 @@ inline Failure failure_of(const std::exception_ptr& exception) {
   return failure;
 }
 
-inline void write_call(FrameWriter& out, const FailedCall& call) {
-  out.integer(call.sequence);
-  for (const int number : {call.peer, call.tag}) out.integer(static_cast<std::uint64_t>(number));
-  for (const std::string* text : {&call.operation, &call.label, &call.served, &call.part}) out.text(*text);
-}
-/// Reads what write_call has written. Escapes control characters.
-inline FailedCall read_call(FrameReader& in) {
-  FailedCall call;
-  call.sequence = in.integer();
-  for (int* number : {&call.peer, &call.tag}) *number = static_cast<int>(in.integer());
-  for (std::string* text : {&call.operation, &call.label, &call.served, &call.part})
-    *text = printable(std::string(in.text()));
-  return call;
-}
+template <>
+inline constexpr auto fields_of<FailedCall> =
+    std::tuple{&FailedCall::operation, &FailedCall::sequence, &FailedCall::peer, &FailedCall::tag,
+               &FailedCall::label,     &FailedCall::served,   &FailedCall::part};
+template <>
+inline constexpr FailureKind last_of<FailureKind> = FailureKind::mismatch;
+template <>
+inline constexpr auto fields_of<Failure> = std::tuple{
+    &Failure::kind, &Failure::cause_kind, &Failure::rank, &Failure::pid,  &Failure::cause,  &Failure::code,
+    &Failure::time, &Failure::host,       &Failure::type, &Failure::call, &Failure::message};
 
 /// The first byte of an encoded failure. Other bytes are the text of a process that had no memory to encode more.
 inline constexpr char failure_format = 1;
 
-/// Encodes a failure, for the pipe to the launcher and for the store. The message is last: more text may follow it, or its
-/// end may be cut off.
-inline std::string encode(const Failure& failure) {
-  FrameWriter out;
-  out.byte(failure_format);
-  for (const FailureKind kind : {failure.kind, failure.cause_kind}) out.byte(static_cast<std::uint8_t>(kind));
-  for (const int number : {failure.rank, failure.pid, failure.cause, failure.code})
-    out.integer(static_cast<std::uint64_t>(number));
-  out.integer(static_cast<std::uint64_t>(failure.time));
-  for (const std::string* text : {&failure.host, &failure.type}) out.text(*text);
-  write_call(out, failure.call);
-  return std::string(out.raw(failure.message).payload());
+/// Encodes a failure for the pipe to the launcher, with its message last: more text may follow it, or its end may be cut
+/// off.
+inline std::string report_of(Failure failure) {
+  const std::string message = std::exchange(failure.message, {});
+  return failure_format + encoded(failure) + message;
 }
-
-/// Decodes a failure. Bytes of another format are the message of an error. Escapes control characters.
-inline Failure decode_failure(std::string_view bytes) {
-  Failure failure;
-  FrameReader in(bytes);
-  if (in.byte() != failure_format) return {.message = printable(std::string(bytes))};
-  for (FailureKind* kind : {&failure.kind, &failure.cause_kind})
-    if (const std::uint8_t value = in.byte(); value <= static_cast<std::uint8_t>(FailureKind::mismatch))
-      *kind = static_cast<FailureKind>(value);
-  for (int* number : {&failure.rank, &failure.pid, &failure.cause, &failure.code})
-    *number = static_cast<int>(in.integer());
-  failure.time = static_cast<std::int64_t>(in.integer());
-  for (std::string* text : {&failure.host, &failure.type}) *text = printable(std::string(in.text()));
-  failure.call = read_call(in);
+/// Decodes report_of's bytes. Those of another format are the message of an error.
+inline Failure decode_report(std::string_view bytes) {
+  if (!bytes.starts_with(failure_format)) return {.message = printable(std::string(bytes))};
+  FrameReader in(bytes.substr(1));
+  auto failure = in.value<Failure>();
   failure.message = printable(std::string(in.rest()));
   return failure;
 }

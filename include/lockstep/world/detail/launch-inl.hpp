@@ -8,7 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,10 +18,10 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch.hpp"
@@ -50,7 +50,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   // A run on one host needs no shared secret.
   const auto secret = alone ? random_secret() : read_store_secret();
   std::optional<Listener> listener;
-  if (plan.first == 0 && url.path.empty())
+  if (plan.first == 0)
     listener = listen_as_rank_zero(
         {alone ? loopback_address() : url.host, url.port, secret, plan.rendezvous_origin});
   const bool hosting = listener.has_value();
@@ -64,26 +64,32 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   supervised.jobs = jobs_of(plan, rendezvous, secret);
   supervised.prefix = plan.prefix;
   supervised.grace = options.grace;
-  StorePtr store;
+  std::shared_ptr<StoreConnection> store;
   // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
   supervised.started = [&] {
-    if (hosting) store = host_store(std::move(*listener), secret, std::chrono::seconds(10));
+    if (hosting) store = host_store(std::move(*listener), secret, request_timeout);
   };
   // A killed rank cannot report its failure to the other hosts.
   supervised.failed = [&](Failure failure) {
     if (alone || failure.kind == FailureKind::consequence) return;
     failure.host = host_name();
-    at_most(std::chrono::milliseconds(1500),
-            [failure, url, secret, size = plan.size, process = process_name(failure.pid)] {
-              const StoreEndpoint endpoint = url.path.empty() ? StoreEndpoint{url.host, url.port, secret}
-                                                              : endpoint_on_board(read_board(url.path));
-              const auto tell = connect_store(endpoint, std::chrono::milliseconds(500));
-              if (is_of_another_run(*tell, size, failure.rank, process)) return;
-              tell->publish({.kind = Event::failed, .failure = failure});
-            });
+    at_most(publish_limit, [failure, url, secret, size = plan.size, process = process_name(failure.pid)] {
+      const StoreEndpoint endpoint{url.host, url.port, secret};
+      StoreConnection connection(endpoint, greeting_timeout);
+      RunClient run(connection, greeting_timeout);
+      const RankIdentity rank{.process = process, .host = host_identity()};
+      const auto known = run.join(failure.rank, size, rank, false);
+      if (known.size == size && known.rank.is(rank))  // else it is the store of another run
+        run.publish({.kind = Event::failed, .failure = failure});
+    });
   };
   supervised.ended_well = [&](int rank) {
-    if (hosting) record_end(*store, rank);
+    if (!hosting) return;
+    try {  // a rank that has not joined never will
+      RunClient(*store, request_timeout)
+          .publish({.kind = Event::ended, .rank = rank, .failure = {.code = 0}});
+    } catch (const StoreError&) {  // the ranks' own timeouts remain
+    }
   };
   Supervisor supervisor(std::move(supervised));
   const int code = supervisor.run();
@@ -97,13 +103,12 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   fill_standard_descriptors();
   end_on_uncaught();
   end_with_agent();
+  failure_hooks.cannot_join = tell_waiting_ranks;
   LaunchPlan plan;
   try {
     plan = plan_launch(argc, argv, options);
     if (!plan.worker) return launch_here(plan, argc, argv, options);
-  } catch (const Error& error) {
-    if (dynamic_cast<const UsageError*>(&error) != nullptr)
-      tell_waiting_ranks(error.what(), options.rank_source);
+  } catch (const Error&) {
     fail_process(failure_of(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
@@ -114,7 +119,8 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   set_nccl_environment();
   int code = 0;
   run_without_handlers([&] {
-    const World world = World::from_environment(plan.rank_source);
+    const World world =
+        world_from(plan.variables, {.threads = plan.threads.value_or(WorldOptions::share)}, true);
     auto arguments = program_arguments(argc, argv, options);
     bool stopped = false;
     const pid_t owner = getpid();
@@ -132,80 +138,6 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   return code;
 }
 
-/// Returns this process's original command line.
-inline std::vector<std::string> own_arguments() {
-  std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  std::vector<std::string> arguments;
-  for (std::string argument; std::getline(file, argument, '\0');) arguments.push_back(argument);
-  return arguments;
-}
-
-LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
-
-/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would spawn `nproc`
-/// processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with mp.spawn.
-inline void require_no_launcher(int nproc, const Variables& given = process_variable) {
-  const auto variables = without_batch_job(given);
-  const auto found = find_launched_rank(variables, launched_rank);
-  std::string launcher = found ? found->launcher : std::string();
-  if (!found && integer_variable(variables, "WORLD_SIZE", 1).value_or(1) > 1)
-    launcher = variables("LOCKSTEP_STORE_IS_HOSTED") ? "launch"
-               : variables("TORCHELASTIC_RUN_ID")    ? "torchrun"
-                                                     : "";
-  if (launcher.empty()) return;
-  throw UsageError(
-      detail::formatted("spawn({}): {} has already started the ranks of this run ({}): start the program "
-                        "without it, or call launch "
-                        "instead of spawn",
-                        nproc, launcher, found ? found->variables : "RANK, WORLD_SIZE"));
-}
-
-LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int rank, int nproc)>& fn,
-                                     Prefix prefix) {
-  fill_standard_descriptors();
-  end_on_uncaught();
-  end_with_agent();
-  const int call = spawn_calls++;
-  if (nproc < 1)
-    throw UsageError(detail::formatted("spawn({}): the number of processes must be 1 or more", nproc));
-  require_no_launcher(nproc);
-  if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {
-    if (std::to_string(call) != *wanted) return;
-    const int rank = integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);
-    unsetenv("LOCKSTEP_SPAWN_CALL");  // processes that fn starts are not part of this call
-    process_rank = rank;
-    in_spawned_process = true;
-    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
-    set_nccl_environment();
-    run_without_handlers([&] { fn(rank, nproc); });
-    std::exit(0);
-  }
-  SupervisorOptions options;
-  options.arguments = own_arguments();
-  options.prefix = prefix;
-  options.announce = false;
-  // At one fixed port, two runs of a program would otherwise mix their ranks. With RANK or WORLD_SIZE by hand,
-  // processes of several calls may make one run.
-  const bool alone =
-      !process_variable("RANK") && integer_variable(process_variable, "WORLD_SIZE", 1).value_or(1) == 1;
-  const auto secret = alone ? "LOCKSTEP_SPAWN_SECRET=" + random_secret() : "LOCKSTEP_SPAWN_SECRET";
-  for (int rank = 0; rank < nproc; ++rank) {
-    Job job{rank,
-            {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call),
-             detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank), secret}};
-    if (!process_variable("OMP_NUM_THREADS"))
-      job.environment.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / nproc)));
-    options.jobs.push_back(std::move(job));
-  }
-  std::string text;
-  options.failed = [&](const Failure& first) { text = headline(first, std::vector<int>()); };
-  const int code = Supervisor(std::move(options)).run();
-  if (code == 0) return;
-  if (text.empty())
-    text = code > 128 ? detail::formatted("ended by signal {}", code - 128) : "a process failed";
-  throw ProcessError(text, code);
-}
-
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -216,6 +148,7 @@ LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const
   if (options.nproc_flag) flags = detail::nproc_flags;
   if (options.prefix_flag) flags.push_back("--prefix");
   if (options.timeout_flag) flags.push_back("--timeout");
+  if (options.threads_flag) flags.push_back("--threads");
   std::vector<char*> kept;
   bool over = false;  // after `--`
   for (int i = 0; i < argc; ++i) {
@@ -250,6 +183,7 @@ LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
   add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
   add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
+  add(options.threads_flag, "--threads N", "threads of each rank (its share of the cores)");
   return help;
 }
 

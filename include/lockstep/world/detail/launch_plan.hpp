@@ -75,7 +75,7 @@ inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) 
 /// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the lowest.
 struct LaunchPlan {
   bool worker = false;
-  AnyRankSource rank_source;  ///< of the worker's World; empty: the variables of torchrun alone
+  Variables variables;  ///< that the worker's World reads
   int nproc = 1;
   int first = 0;
   int size = 1;
@@ -84,6 +84,7 @@ struct LaunchPlan {
   RendezvousOrigin rendezvous_origin;
   std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
   std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::optional<int> threads;   ///< of each rank
 };
 
 /// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
@@ -100,7 +101,7 @@ inline void require_sane(int nproc, const std::string& given) {
 /// address does not.
 inline bool names_other_hosts(const Variables& variables) {
   const auto address = variables("MASTER_ADDR");
-  return variables("LOCKSTEP_RENDEZVOUS") || (address && !names_loopback(*address));
+  return address && !names_loopback(*address);
 }
 
 /// Plans the launch from the command line and the environment. Throws UsageError if they contradict each other.
@@ -111,14 +112,10 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     throw UsageError(detail::formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0",
                                        options.nproc));
   auto nproc = options.nproc_flag ? count_argument(argc, argv, nproc_flags, "processes") : std::nullopt;
-  plan.rank_source = options.rank_source;
   // In Slurm's batch script, --nproc starts ranks on the script's host alone.
-  if (nproc && plan.rank_source)
-    plan.rank_source = [source = options.rank_source](const Variables& all) {
-      return source(without_batch_job(all));
-    };
-  const auto found = find_launched_rank(given, plan.rank_source);
-  const Variables variables = with_launched_rank(given, found);
+  plan.variables = nproc ? without_batch_job(given) : given;
+  const auto found = find_launched_rank(plan.variables);
+  const Variables variables = with_launched_rank(plan.variables, found);
   const std::string flag = options.nproc_flag ? "--nproc" : "LaunchOptions::nproc";
   // What has determined `nproc`, for errors.
   std::string given_nproc = nproc ? detail::formatted("{} {}", flag, *nproc) : std::string();
@@ -127,7 +124,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   plan.prefix = options.prefix;
   if (options.prefix_flag) plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
   if (options.timeout_flag) plan.timeout = count_argument(argc, argv, {"--timeout"}, "seconds");
-  timeout_variable(variables);
+  if (options.threads_flag) plan.threads = count_argument(argc, argv, {"--threads"}, "threads");
+  integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
@@ -147,9 +145,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     const bool contradicts = nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size;
     if (contradicts && found)
       throw UsageError(detail::formatted(
-          "{} {} contradicts {}, which has started {} of {} ranks on this host{}: leave {} out", flag, *nproc,
-          found->launcher, env.local_size, env.size,
-          found->variables.empty() ? "" : " (" + found->variables + ")", flag));
+          "{} {} contradicts {}, which has started {} of {} ranks on this host ({}): leave {} out", flag,
+          *nproc, found->launcher, env.local_size, env.size, found->variables, flag));
     if (contradicts)
       throw UsageError(detail::formatted(
           "{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
@@ -158,11 +155,11 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     plan.worker = true;
     return plan;
   }
-  if (rank && !given("RANK")) {  // a launcher that assigns no local ranks
+  if (found) {  // a launcher that assigns no local ranks
     if (nproc)
-      throw UsageError(detail::formatted(
-          "{} {} contradicts {}, which has started this process{}: leave {} out", flag, *nproc,
-          found->launcher, found->variables.empty() ? "" : " (" + found->variables + ")", flag));
+      throw UsageError(
+          detail::formatted("{} {} contradicts {}, which has started this process ({}): leave {} out", flag,
+                            *nproc, found->launcher, found->variables, flag));
     plan.worker = true;
     return plan;
   }
@@ -195,10 +192,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     plan.size = *size;
     // Also if these are all ranks: a host that is started with another WORLD_SIZE is then refused.
     plan.rendezvous = rendezvous_url(variables, plan.nproc < plan.size);
-    if (!plan.rendezvous.empty()) {
-      plan.rendezvous_origin = rendezvous_origin(given, std::nullopt);
-      parse_rendezvous(plan.rendezvous, "LOCKSTEP_RENDEZVOUS");
-    }
+    plan.rendezvous_origin = rendezvous_origin(given, std::nullopt);
     return plan;
   }
   // Without RANK each host would train on its own, and no line would say so.
@@ -226,26 +220,19 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
 /// Returns the environment of each rank that a launching process starts. `secret` is its store's secret.
 inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
                                 const std::string& secret = {}) {
-  std::vector<std::string> common{detail::formatted("WORLD_SIZE={}", plan.size),
-                                  detail::formatted("LOCAL_WORLD_SIZE={}", plan.nproc),
-                                  "LOCKSTEP_STORE_IS_HOSTED=1",
-                                  "TORCHELASTIC_USE_AGENT_STORE",
-                                  "TORCHELASTIC_ERROR_FILE",
-                                  "LOCKSTEP_SPAWN_SECRET"};
-  if (rendezvous.starts_with("tcp://")) {
-    const auto url = parse_rendezvous(rendezvous);
-    common.push_back(detail::formatted("MASTER_ADDR={}", url.host));
-    common.push_back(detail::formatted("MASTER_PORT={}", url.port));
-    common.push_back("LOCKSTEP_RENDEZVOUS");
-  } else {
-    common.push_back(detail::formatted("LOCKSTEP_RENDEZVOUS={}", rendezvous));
-  }
+  std::vector<std::string> common{
+      detail::formatted("WORLD_SIZE={}", plan.size), detail::formatted("LOCAL_WORLD_SIZE={}", plan.nproc),
+      "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
+  const auto url = parse_rendezvous(rendezvous);
+  common.push_back(formatted("MASTER_ADDR={}", url.host));
+  common.push_back(formatted("MASTER_PORT={}", url.port));
   if (!secret.empty()) common.push_back(detail::formatted("LOCKSTEP_STORE_SECRET={}", secret));
   if (!plan.visible_devices.empty())
     common.push_back(detail::formatted("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
   if (plan.timeout) common.push_back(detail::formatted("LOCKSTEP_TIMEOUT={}", *plan.timeout));
-  if (!process_variable("OMP_NUM_THREADS"))
-    common.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
+  if (plan.threads || !process_variable("OMP_NUM_THREADS"))
+    common.push_back(
+        formatted("OMP_NUM_THREADS={}", plan.threads.value_or(std::max(1, usable_cores() / plan.nproc))));
   winsize window{};
   if (isatty(1) == 1) {
     common.push_back("LOCKSTEP_TTY=1");

@@ -9,7 +9,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/log/detail/console.hpp"
-#include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -33,11 +32,11 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
     const auto known = std::find_if(hosts.begin(), hosts.end(),
                                     [&](const Host& host) { return host.identity == rank.host; });
     if (known == hosts.end())
-      hosts.push_back({rank.host, printable(rank.host_text()), 1});
+      hosts.push_back({rank.host, rank.host_text(), 1});
     else
       ++known->ranks;
-    add(threads, printable(rank.threads));
-    add(sources, printable(rank.thread_source));
+    add(threads, rank.threads);
+    add(sources, rank.thread_source);
   }
   std::string text = detail::formatted("{} rank{} on {} host{} (", ranks.size(), ranks.size() == 1 ? "" : "s",
                                        hosts.size(), hosts.size() == 1 ? "" : "s");
@@ -47,8 +46,7 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
   text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
   if (env.launcher != "--nproc" || hosts.size() > 1 ||
       !env.rendezvous.starts_with("tcp://" + loopback_address() + ":")) {
-    const auto& variables = env.rank_variables.empty() ? env.read_variables : env.rank_variables;
-    if (!variables.empty()) text += detail::formatted(" ({})", variables);
+    if (!env.rank_variables.empty()) text += detail::formatted(" ({})", env.rank_variables);
     if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);
   }
   return text + detail::formatted("; threads per rank: {}, from {}", joined(threads, " or "),

@@ -1,8 +1,6 @@
 #pragma once
 
 #include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -27,6 +25,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -96,10 +95,7 @@ struct SocketAddress {
     return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(storage).sin6_port
                                       : reinterpret_cast<const sockaddr_in&>(storage).sin_port);
   }
-  [[nodiscard]] bool loopback() const {
-    const auto address = text();
-    return address == "::1" || address.starts_with("127.") || address.starts_with("::ffff:127.");
-  }
+  [[nodiscard]] bool loopback() const { return names_loopback(text()); }
 };
 
 /// The addresses of a host name, without duplicates, or the non-zero status of getaddrinfo.
@@ -126,10 +122,6 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   return result;
 }
 
-/// The time within which the name of the master host must be resolved: the resolver asks its second name
-/// server after 5 s.
-inline constexpr std::chrono::milliseconds lookup_timeout{7000};
-
 /// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily, and
 /// one of an unknown name, which may be that of a pod that has just started, unless it is this host's own.
 inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
@@ -141,17 +133,16 @@ inline Resolved resolve_within(const std::string& host, int port, std::chrono::m
   const auto shared = std::make_shared<Shared>();
   // getaddrinfo has no timeout: it waits for each silent name server in turn.
   at_most(timeout, [shared, host, port, until = std::chrono::steady_clock::now() + timeout] {
-    constexpr auto pause = std::chrono::milliseconds(500);
     for (;;) {
       auto found = resolve(host, port);
       const bool may_come = found.status == EAI_AGAIN || (found.status == EAI_NONAME && host != host_name());
-      const bool again = may_come && std::chrono::steady_clock::now() + pause < until;
+      const bool again = may_come && std::chrono::steady_clock::now() + last_retry_pause < until;
       {
         const std::lock_guard lock(shared->mutex);
         shared->found = std::move(found);
       }
       if (!again) return;
-      std::this_thread::sleep_for(pause);
+      std::this_thread::sleep_for(last_retry_pause);
     }
   });
   const std::lock_guard lock(shared->mutex);
@@ -350,8 +341,7 @@ template <class Attempt, class Waiting>
 void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attempt attempt, Waiting waiting,
               const std::string& remedy = start_rank_zero) {
   const auto until = std::chrono::steady_clock::now() + timeout;
-  for (auto pause = std::chrono::milliseconds(5);;
-       pause = std::min(2 * pause, std::chrono::milliseconds(500))) {
+  for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
@@ -365,7 +355,7 @@ void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attem
 
 /// Returns the deadline of a single attempt to connect: 5 s, at most `until`.
 inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_clock::time_point until) {
-  return std::min(until, std::chrono::steady_clock::now() + std::chrono::seconds(5));
+  return std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
 }
 
 /// Returns the address that this host sends from to reach `host`, empty if there is no route. Connecting a
@@ -379,28 +369,6 @@ inline std::string source_address_towards(const std::string& host) {
         getsockname(fd.get(), own.get(), &own.length) == 0)
       return own.text();
   }
-  return {};
-}
-
-/// Returns an address of this host that other hosts may reach: of the first interface that is up and is not
-/// the loopback, IPv4 before IPv6. Empty if there is none.
-inline std::string outer_address() {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return {};
-  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, freeifaddrs);
-  for (const int family : {AF_INET, AF_INET6})
-    for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
-      if (!entry->ifa_addr || entry->ifa_addr->sa_family != family || !(entry->ifa_flags & IFF_UP) ||
-          !(entry->ifa_flags & IFF_RUNNING) || (entry->ifa_flags & IFF_LOOPBACK))
-        continue;
-      SocketAddress address;
-      address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-      std::memcpy(&address.storage, entry->ifa_addr, address.length);
-      if (family == AF_INET6 &&
-          IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr))
-        continue;
-      return address.text();
-    }
   return {};
 }
 

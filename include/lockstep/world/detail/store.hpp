@@ -11,7 +11,6 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,36 +27,24 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/files.hpp"
+
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/rank_identity.hpp"
+#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
-
-/// The ranks that have not signed in: the first of them, and their number.
-struct MissingRanks {
-  std::vector<int> first{};
-  std::size_t count = 0;
-
-  /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
-  [[nodiscard]] std::string text(int size) const {
-    if (count == 0) return "the last rank";
-    return detail::formatted("{} {} of {}", count == 1 ? "rank" : "ranks",
-                             joined(first, ", ", " and ", count > first.size() ? 4 : first.size(), count),
-                             size);
-  }
-};
 
 /// A StoreServer as a c10d::Store, over a connection that many of them share. Thread-safe.
 ///
@@ -72,24 +59,6 @@ class StoreClient : public ClonableStore {
               std::function<bool()> over = nullptr)
       : connection_(std::move(connection)), over_(std::move(over)) {
     timeout_ = timeout;
-  }
-
-  [[nodiscard]] const std::shared_ptr<StoreConnection>& connection() const { return connection_; }
-
-  /// Returns the ranks below `size` that have not signed in.
-  MissingRanks missing_ranks(int size) {
-    const auto reply = request(StoreOperation::missing, end(),
-                               [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(size)); });
-    FrameReader reader(reply);
-    MissingRanks missing{.count = reader.integer()};
-    while (reader.more()) missing.first.push_back(static_cast<int>(reader.integer()));
-    return missing;
-  }
-
-  /// Adds an event to the run's log. Returns whether it is news, see StoreServer.
-  bool publish(const Event& event) {
-    return truth(
-        request(StoreOperation::publish, end(), [&](FrameWriter& out) { out.text(event.encode()); }));
   }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
@@ -212,13 +181,15 @@ inline std::string random_secret() {
   return text;
 }
 
-/// Runs `work`. Rethrows c10d's exceptions as RendezvousError whose text begins with `doing`.
+/// Runs `work`. Rethrows the exceptions of a store as RendezvousError whose text begins with `doing`.
 template <class Work>
 auto at_store(const std::string& doing, Work&& work) {
   try {
     return work();
   } catch (const c10::Error& error) {
     throw RendezvousError(detail::formatted("{}: {}", doing, printable(error.what_without_backtrace())));
+  } catch (const StoreError& error) {
+    throw RendezvousError(detail::formatted("{}: {}", doing, printable(error.what())));
   }
 }
 
@@ -240,22 +211,14 @@ inline StorePtr connect_tcp_store(const StoreEndpoint& endpoint, const std::stri
       });
 }
 
-/// Connects to the store at `endpoint`. `timeout` is the timeout of connecting and of each call.
-inline c10::intrusive_ptr<StoreClient> connect_store(
-    const StoreEndpoint& endpoint, std::chrono::milliseconds timeout,
-    const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
-  return c10::make_intrusive<StoreClient>(std::make_shared<StoreConnection>(endpoint, timeout, waiting),
-                                          timeout);
-}
-
-/// Hosts a store on a socket that already listens. Returns its first client; the store ends with that client.
-inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::string& secret,
-                                                  std::chrono::milliseconds timeout) {
+/// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
+inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
+                                                   std::chrono::milliseconds timeout) {
   const StoreEndpoint own{listener.address, listener.port, secret};
   auto server = std::make_shared<StoreServer>(std::move(listener), secret);
-  auto client = connect_store(own, timeout);
-  client->connection()->keep(std::move(server));
-  return client;
+  auto connection = std::make_shared<StoreConnection>(own, timeout);
+  connection->keep(std::move(server));
+  return connection;
 }
 
 /// Listens where rank 0 hosts the store. Returns no listener if a store of lockstep with this secret answers
@@ -265,7 +228,7 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
     return listen_on(endpoint.host, endpoint.port, endpoint.origin);
   } catch (const PortInUse&) {
     try {
-      const StoreConnection other(endpoint, std::chrono::seconds(2));
+      const StoreConnection other(endpoint, last_request_timeout);
       return std::nullopt;
     } catch (const RendezvousError&) {  // no store of this run
     }
@@ -288,22 +251,14 @@ struct Rendezvous {
   }
 };
 
-inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
-  const auto& connection = store->connection();
-  return {store, connection, hosted_here,
+/// `timeout` is that of each call on the store.
+inline Rendezvous rendezvous_at(const std::shared_ptr<StoreConnection>& connection,
+                                std::chrono::milliseconds timeout, bool hosted_here) {
+  return {c10::make_intrusive<StoreClient>(connection, timeout), connection, hosted_here,
           connection->within_host() ? std::string() : connection->own_address()};
 }
 
-/// A place at which rank 0 publishes the address and secret of the store of this attempt: torchrun's store, which
-/// outlives a failed attempt together with its keys, or a file.
-struct Board {
-  std::string name;                   // "the store of torchrun's agent at nodeA:29400"
-  std::string host;                   // towards which rank 0 listens; empty: any other host
-  std::function<std::string()> read;  // empty if nothing is there
-  std::function<void(const std::string& text)> write;
-};
-
-/// Returns the endpoint that rank 0 has published.
+/// Returns the endpoint that rank 0 has published: "host port secret".
 inline StoreEndpoint endpoint_on_board(const std::string& text) {
   const auto first = text.find(' '), second = text.find(' ', first + 1);
   return {text.substr(0, first),
@@ -312,52 +267,11 @@ inline StoreEndpoint endpoint_on_board(const std::string& text) {
           {},
           "Look at the output of rank 0; a firewall between the hosts must let through every port"};
 }
-inline std::string read_board(const std::string& path) {
-  std::ifstream file(path);
-  std::string text;
-  std::getline(file, text);
-  return text;
-}
 
-/// Joins the rendezvous of which rank 0 publishes the address on `board`. An earlier attempt's address leads to a closed
-/// port or to a store with another secret; then the board is read again until rank 0 has replaced it. Calls `waiting`
-/// with what this rank waits for.
-inline Rendezvous rendezvous_through(const Board& board, int rank, std::chrono::milliseconds timeout,
-                                     const std::function<void(const std::string&)>& waiting) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  if (rank == 0) {
-    auto host = board.host.empty() ? outer_address() : address_towards(board.host);
-    if (host.empty()) host = loopback_address();  // a host without a network
-    auto listener = listen_on(host, 0);
-    const auto secret = random_secret();
-    const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
-    auto store = host_store(std::move(listener), secret, timeout);
-    board.write(text);
-    return rendezvous_at(store, true);
-  }
-  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", board.name);
-  while (std::chrono::steady_clock::now() < deadline) {
-    const auto text = board.read();
-    try {
-      if (!text.empty()) {
-        const auto left =
-            std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-        auto store = connect_store(endpoint_on_board(text), std::min(left, std::chrono::milliseconds(1000)));
-        store->setTimeout(timeout);
-        return rendezvous_at(store, false);
-      }
-    } catch (const RendezvousError& error) {
-      last = printable(error.what());
-    }
-    waiting("rank 0: " + last);
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
-  throw RendezvousError(
-      detail::formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
-                        std::chrono::duration<double>(timeout).count(), last));
-}
-
-/// Joins a rendezvous under torchrun, whose agent's store is the board.
+/// Joins a rendezvous under torchrun. The store of torchrun's agent, which outlives a failed attempt together with its keys,
+/// is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier attempt's address
+/// leads to a closed port or to a store with another secret; then the board is read again until rank 0 has replaced it.
+/// Calls `waiting` with what this rank waits for.
 inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int rank,
                                             std::chrono::milliseconds timeout,
                                             const std::function<void(const std::string&)>& waiting) {
@@ -377,14 +291,17 @@ inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int r
       [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
       endpoint.remedy);
   const auto client = std::make_shared<StorePtr>();
-  // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
-  const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
-    const auto text = std::make_shared<std::string>();
-    const LeavableThread asking([text, client, work, endpoint, agent, remaining = left()] {
+  // Publishes `text` unless it is empty. Returns what is on the board. LibTorch's client has no timeout, not even for
+  // connecting, if its server does not answer.
+  const auto on_board = [&](const std::string& text) {
+    const auto read = std::make_shared<std::string>();
+    const LeavableThread asking([read, client, text, endpoint, agent, remaining = left()] {
       if (!*client) *client = connect_tcp_store(endpoint, agent, remaining);
-      *text = work(**client);
+      c10d::Store& board = **client;
+      if (!text.empty()) board.set(store_keys::board, to_bytes(text));
+      if (board.check({store_keys::board})) *read = to_text(board.get(store_keys::board));
     });
-    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), std::chrono::milliseconds(500)))) {
+    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), last_retry_pause))) {
       if (std::chrono::steady_clock::now() >= deadline)
         throw RendezvousError(detail::formatted(
             "{} does not answer after {} s: look at the output of torchrun on that host, and "
@@ -393,41 +310,35 @@ inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int r
       waiting(detail::formatted("{}: it does not answer", agent));
     }
     at_store(detail::formatted("{} failed", agent), [&] { asking.rethrow(); });
-    return *text;
+    return *read;
   };
-  const std::string pin = store_keys::board;
-  return rendezvous_through({agent, endpoint.host,
-                             [&] {
-                               return on_board([pin](c10d::Store& on) {
-                                 return on.check({pin}) ? to_text(on.get(pin)) : std::string();
-                               });
-                             },
-                             [&](const std::string& text) {
-                               on_board([pin, text](c10d::Store& on) {
-                                 on.set(pin, to_bytes(text));
-                                 return std::string();
-                               });
-                             }},
-                            rank, timeout, waiting);
-}
-
-/// Joins a rendezvous whose board is a file, which rank 0 removes when it leaves. Throws UsageError if rank 0 cannot
-/// write it.
-inline Rendezvous rendezvous_in_file(const std::string& path, int rank, std::chrono::milliseconds timeout,
-                                     const std::function<void(const std::string&)>& waiting) {
-  return rendezvous_through({detail::formatted("the file {}", path), "", [&] { return read_board(path); },
-                             [&](const std::string& text) {
-                               try {
-                                 write_file_atomically(path, text + "\n");
-                               } catch (const Error& error) {
-                                 throw UsageError(detail::formatted(
-                                     "cannot write the rendezvous file (of LOCKSTEP_RENDEZVOUS or "
-                                     "World::join): {}: name a file in a "
-                                     "folder that every rank can write",
-                                     error.what()));
-                               }
-                             }},
-                            rank, timeout, waiting);
+  if (rank == 0) {
+    auto host = address_towards(endpoint.host);
+    if (host.empty()) host = loopback_address();  // a host without a network
+    auto listener = listen_on(host, 0);
+    const auto secret = random_secret();
+    const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
+    const auto connection = host_store(std::move(listener), secret, timeout);
+    on_board(text);
+    return rendezvous_at(connection, timeout, true);
+  }
+  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", agent);
+  while (std::chrono::steady_clock::now() < deadline) {
+    const auto text = on_board({});
+    try {
+      if (!text.empty())
+        return rendezvous_at(
+            std::make_shared<StoreConnection>(endpoint_on_board(text), std::min(left(), greeting_timeout)),
+            timeout, false);
+    } catch (const RendezvousError& error) {
+      last = printable(error.what());
+    }
+    waiting("rank 0: " + last);
+    std::this_thread::sleep_for(board_pause);
+  }
+  throw RendezvousError(
+      detail::formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
+                        std::chrono::duration<double>(timeout).count(), last));
 }
 
 /// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. While the store cannot
@@ -441,7 +352,7 @@ inline Rendezvous join_rendezvous(
   }
   const auto url = parse_rendezvous(env.rendezvous);
   StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
-  if (!url.path.empty()) return rendezvous_in_file(url.path, env.rank, timeout, waiting);
+
   if (env.store_outlives_attempts) {
     endpoint.remedy =
         "torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
@@ -451,7 +362,7 @@ inline Rendezvous join_rendezvous(
   if (env.rank == 0 && !env.store_is_hosted) {
     if (auto listener = listen_as_rank_zero(endpoint)) {
       const bool elsewhere = listener->host_is_elsewhere;
-      auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, timeout), true);
+      auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, timeout), timeout, true);
       if (elsewhere)
         joined.doubt = detail::formatted(
             "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
@@ -470,7 +381,7 @@ inline Rendezvous join_rendezvous(
         env.rendezvous_origin.text.empty() ? std::string() : " (" + env.rendezvous_origin.text + ")",
         reason));
   };
-  return rendezvous_at(connect_store(endpoint, timeout, waiting_here), false);
+  return rendezvous_at(std::make_shared<StoreConnection>(endpoint, timeout, waiting_here), timeout, false);
 }
 
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by
@@ -490,109 +401,19 @@ inline std::string process_name(pid_t pid) {
   return detail::formatted("{} pid {}", host_name(), pid);
 }
 
-/// What each rank publishes about itself when it signs in.
-struct RankIdentity {
-  std::string process;        ///< "nodeA pid 811"
-  std::string host;           ///< equal on all ranks of a host, see host_identity
-  std::string address;        ///< at which other hosts reach the rank, or empty
-  std::string threads;        ///< the number of its threads
-  std::string thread_source;  ///< what determines that number
-  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty. Without
-  /// `local_size`, `local_rank` is a place that the ranks which join must confirm.
-  std::string local_rank = {}, local_size = {}, local_variable = {};
-
-  static RankIdentity own(const std::string& address, const Environment& env) {
-    const int threads = at::get_num_threads();
-    RankIdentity identity{process_name(getpid()), host_identity(), address, std::to_string(threads),
-                          detail::thread_source(threads, report_descriptor() >= 0)};
-    if (env.launched) {
-      identity.local_rank = std::to_string(env.local_rank);
-      identity.local_size = std::to_string(env.local_size);
-      identity.local_variable = env.local_variable;
-    } else if (env.expected_local_rank) {
-      identity.local_rank = std::to_string(*env.expected_local_rank);
-    }
-    return identity;
+/// Returns what this process says about itself when it joins.
+inline RankIdentity own_identity(const std::string& address, const Environment& env) {
+  const int threads = at::get_num_threads();
+  RankIdentity identity{process_name(getpid()), host_identity(), address, std::to_string(threads),
+                        thread_source(threads, report_descriptor() >= 0)};
+  if (env.launched) {
+    identity.local_rank = std::to_string(env.local_rank);
+    identity.local_size = std::to_string(env.local_size);
+    identity.local_variable = env.local_variable;
+  } else if (env.expected_local_rank) {
+    identity.local_rank = std::to_string(*env.expected_local_rank);
   }
-  [[nodiscard]] std::string encode() const {
-    return detail::formatted("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", process, host, address, threads, thread_source,
-                             local_rank, local_size, local_variable);
-  }
-  static RankIdentity decode(const std::string& text) {
-    RankIdentity identity;
-    std::size_t begin = 0;
-    for (std::string* field :
-         {&identity.process, &identity.host, &identity.address, &identity.threads, &identity.thread_source,
-          &identity.local_rank, &identity.local_size, &identity.local_variable}) {
-      const auto end = std::min(text.find('\n', begin), text.size());
-      *field = text.substr(begin, end - begin);
-      begin = std::min(end + 1, text.size());
-    }
-    return identity;
-  }
-  [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
-};
-
-/// Returns the identities of all ranks, which must have signed in.
-inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(store_keys::rank(rank));
-  std::vector<RankIdentity> result;
-  for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
-  return result;
-}
-
-/// Returns the error about a LOCAL_RANK without LOCAL_WORLD_SIZE that is not the rank's number among those of
-/// its host, empty if there is none.
-inline std::string unconfirmed_local_rank(const std::vector<RankIdentity>& ranks) {
-  std::map<std::string, int> ranks_on;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    const RankIdentity& identity = ranks[rank];
-    const int number = ranks_on[identity.host]++;
-    if (!identity.local_rank.empty() && identity.local_size.empty() &&
-        identity.local_rank != std::to_string(number))
-      return detail::formatted(
-          "LOCAL_RANK={} of rank {} contradicts the other ranks on {}, among which it is number {}: set "
-          "LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK",
-          printable(identity.local_rank), rank, printable(identity.host_text()), number);
-  }
-  return {};
-}
-
-/// Returns the error about two ranks of a host that have one local rank; empty if there are none. The ranks of a host may be
-/// several complete sets: launchers can imitate several hosts on one.
-inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
-  // By host with its number of ranks, and local rank.
-  std::map<std::string, std::map<std::string, std::vector<std::size_t>>> hosts;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-    if (const RankIdentity& one = ranks[rank]; !one.local_size.empty())
-      hosts[one.host + " " + one.local_size][one.local_rank].push_back(rank);
-  for (const auto& [host, places] : hosts) {
-    const std::size_t sets = places.rbegin()->second.size(), size = places.size();
-    for (const auto& [local_rank, holders] : places) {
-      const RankIdentity& one = ranks[holders[0]];
-      if (holders.size() == 1 || (holders.size() == sets && one.local_size == std::to_string(size))) continue;
-      return detail::formatted(
-          "ranks {} and {} on {} both have {}={} of {}: pass the launcher's whole environment on to each "
-          "process, or give each "
-          "rank of a host its own",
-          holders[0], holders[1], printable(one.host_text()),
-          one.local_variable.empty() ? std::string("local rank") : printable(one.local_variable),
-          printable(local_rank), printable(one.local_size));
-    }
-  }
-  return {};
-}
-
-/// Adds an event to the log of the run. Returns whether it is news; false in a world of one rank.
-inline bool publish(c10d::Store& store, const Event& event) {
-  auto* client = dynamic_cast<StoreClient*>(&store);
-  return client && client->publish(event);
-}
-
-/// Ends the rendezvous unless it has ended. Returns how it has ended.
-inline Outcome end_rendezvous(c10d::Store& store, const Outcome& outcome) {
-  return Outcome::decode(to_text(store.compareSet(store_keys::outcome, {}, to_bytes(outcome.encode()))));
+  return identity;
 }
 
 [[noreturn]] inline void throw_refusal(const Outcome& outcome) {
@@ -603,129 +424,97 @@ inline Outcome end_rendezvous(c10d::Store& store, const Outcome& outcome) {
                                 .message = outcome.text});
 }
 
-/// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
-/// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
-[[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text, int late = -1) {
-  const Outcome refusal{Outcome::refused, late, text};
-  try {
-    if (end_rendezvous(store, refusal).kind == Outcome::complete)
-      publish(store, {.kind = Event::refused, .failure = {.message = text}});
-  } catch (const c10::Error&) {  // the error is thrown below
-  }
-  throw_refusal(refusal);
+/// Returns the identities of all ranks, which must have joined.
+inline std::vector<RankIdentity> identities(StoreConnection& connection) {
+  std::vector<RankIdentity> all;
+  for (const KnownRank& one : RunClient(connection, request_timeout).members())
+    all.push_back(one.identity.value_or(RankIdentity{}));
+  return all;
 }
 
-/// Refuses the rendezvous because `owner` and `me` have the same rank.
-[[noreturn]] inline void refuse_duplicate(c10d::Store& store, const Environment& env,
-                                          const RankIdentity& owner, const RankIdentity& me) {
-  const auto lost = store_keys::lost(env.rank);
-  if (store.check({lost}) && to_text(store.get(lost)) == owner.process)
-    refuse_rendezvous(store, detail::formatted("rank {} has ended ({}), and {} cannot take its place: start "
-                                               "all ranks again",
-                                               env.rank, printable(owner.process), me.process));
-  auto text =
-      detail::formatted("rank {} is claimed by {} and {}", env.rank, printable(owner.process), me.process);
+/// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
+/// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
+[[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
+  try {
+    run.publish({.kind = Event::refused, .rank = late, .failure = {.message = text}});
+  } catch (const StoreError&) {  // the error is thrown below
+  }
+  throw_refusal({.kind = Outcome::refused, .rank = late, .text = text});
+}
+
+/// Returns the error of two processes with the rank of `env`.
+inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
+  const auto host = [](const std::string& process) { return process.substr(0, process.find(' ')); };
+  auto text = formatted("rank {} is claimed by {} and {}", env.rank, owner, me);
   const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
   if (env.launcher == "--nproc")
-    text += detail::formatted(
+    text += formatted(
         ", the latter with RANK={} and --nproc {}: give every command its own RANK, the first of its ranks",
         env.rank - env.local_rank, env.local_size);
   else
-    text += detail::formatted(
-        "{}: give every process its own {} on {}{}",
-        variable.empty() ? std::string() : detail::formatted(", the latter with {}={}", variable, env.rank),
-        variable.empty() ? std::string("rank") : variable, printable(owner.host_text()),
-        owner.host_text() == me.host_text() ? "" : " and " + me.host_text());
-  text += env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own"
-                                              : ", and every run a MASTER_PORT of its own";
-  refuse_rendezvous(store, text);
+    text +=
+        formatted("{}: give every process its own {} on {}{}",
+                  variable.empty() ? std::string() : formatted(", the latter with {}={}", variable, env.rank),
+                  variable.empty() ? std::string("rank") : variable, host(owner),
+                  host(owner) == host(me) ? "" : " and " + host(me));
+  return text + ", and every run a MASTER_PORT of its own";
 }
 
-/// Signs in, and binds a StoreClient to the rank. Refuses the rendezvous on all ranks if another process has
-/// the same rank, if the ranks disagree on their number or if two ranks of a host have one local rank. Does
-/// not wait for any other rank. A rank that signs in only to publish its failure passes `joining` = false: it
-/// is not bound and does not count as present.
-inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
-                    bool joining = true) {
-  const auto agreed = to_text(
-      store.compareSet(store_keys::size, {}, to_bytes(detail::formatted("{} {}", env.size, env.rank))));
-  const auto space = agreed.find(' ');
-  const auto size = agreed.substr(0, space), by = agreed.substr(std::min(space, agreed.size() - 1) + 1);
-  if (size != std::to_string(env.size))
+/// Joins the run. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on
+/// their number. Does not wait for any other rank. A rank that joins only to tell its failure passes `stays` = false: it
+/// does not count as present.
+inline void join_run(RunClient run, const Environment& env, const std::string& address, bool stays = true) {
+  const RankIdentity me = own_identity(address, env);
+  const JoinAnswer answer = run.join(env.rank, env.size, me, stays);
+  if (answer.size != env.size)
     refuse_rendezvous(
-        store,
-        detail::formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
-                          "Start all of them with one WORLD_SIZE",
-                          env.rank, env.size, printable(by), printable(size)));
-  const auto me = RankIdentity::own(address, env);
-  const auto owner =
-      RankIdentity::decode(to_text(store.compareSet(store_keys::rank(env.rank), {}, to_bytes(me.encode()))));
-  if (owner.process != me.process || owner.host != me.host) refuse_duplicate(store, env, owner, me);
-  if (to_text(store.compareSet(store_keys::host, {}, to_bytes(me.host))) != me.host)
-    store.set(store_keys::several_hosts, to_bytes("yes"));
-  if (!joining) return;
-  if (auto* client = dynamic_cast<StoreClient*>(&store))
-    client->connection()->bind_rank(env.rank, me.process,
-                                    std::chrono::steady_clock::now() + store.getTimeout());
-  // Another World of this process has already signed in; the process counts once.
-  if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
-  if (store.add(store_keys::present, 1) != env.size) return;
-  const auto all = identities(store, env.size);
-  for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
-    if (!wrong.empty()) refuse_rendezvous(store, wrong);
-  end_rendezvous(store, {});
+        run, formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
+                       "Start all of them with one WORLD_SIZE",
+                       env.rank, env.size, answer.sized_by, answer.size));
+  if (answer.rank.is(me)) return;
+  const std::string owner = answer.rank.identity.value_or(RankIdentity{}).process;
+  refuse_rendezvous(run, answer.rank.lost
+                             ? formatted("rank {} has ended ({}), and {} cannot take its place: start "
+                                         "all ranks again",
+                                         env.rank, owner, me.process)
+                             : duplicate_text(env, owner, me.process));
 }
 
-/// Registers a hook that refuses the rendezvous with `text`, the error of this process's variables, once the process
-/// has printed it as its last words. The hook is a no-op if the variables determine no address of another rank's store,
-/// and where a launching process or torchrun's agent ends the other ranks. A run whose ranks have all joined goes on.
-inline void tell_waiting_ranks(const std::string& text, const AnyRankSource& source) {
-  failure_hooks.cannot_join = [text, source](const std::string& said) {
-    if (said != text || report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
-    try {
-      // These do not determine the address, and may be the fault.
-      const Variables variables = [](const char* name) -> std::optional<std::string> {
-        for (const char* other : {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID",
-                                  "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"})
-          if (std::string_view(name) == other) return std::nullopt;
-        return process_variable(name);
-      };
-      const auto found = find_launched_rank(variables, source);
-      const Variables all = with_launched_rank(variables, found);
-      const auto url = rendezvous_url(all, false);
-      if (url.empty() || all("RANK") == "0") return;  // rank 0 hosts the store
-      const auto address = parse_rendezvous(url);
-      if (!address.path.empty()) return;
-      const auto store = connect_store({address.host, address.port, store_secret(url, all, found)},
-                                       std::chrono::milliseconds(2000));
-      refuse_rendezvous(*store, detail::formatted("{} cannot join: {}", process_name(getpid()), text));
-    } catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown
-    }
+/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op if the variables determine no
+/// address of another rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose
+/// ranks have all joined goes on.
+inline void tell_waiting_ranks(const std::string& text) try {
+  if (report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
+  // These do not determine the address, and may be the fault.
+  const Variables variables = [](const char* name) -> std::optional<std::string> {
+    for (const char* other : {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_NODEID",
+                              "SLURM_STEP_TASKS_PER_NODE"})
+      if (std::string_view(name) == other) return std::nullopt;
+    return process_variable(name);
   };
+  const auto found = find_launched_rank(variables);
+  const Variables all = with_launched_rank(variables, found);
+  const auto url = rendezvous_url(all, false);
+  if (url.empty() || all("RANK") == "0") return;  // rank 0 hosts the store
+  const auto address = parse_rendezvous(url);
+  StoreConnection store({address.host, address.port, store_secret(all, found)}, last_request_timeout);
+  refuse_rendezvous({store, last_request_timeout},
+                    formatted("{} cannot join: {}", process_name(getpid()), text));
+} catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown
 }
 
-/// Returns whether a store is of another run: its ranks have another number than `size`, or a process other
-/// than `process` has the rank `rank` there.
-inline bool is_of_another_run(c10d::Store& store, int size, int rank, const std::string& process) {
-  if (store.check({store_keys::size}) &&
-      !to_text(store.get(store_keys::size)).starts_with(std::to_string(size) + " "))
-    return true;
-  return store.check({store_keys::rank(rank)}) &&
-         RankIdentity::decode(to_text(store.get(store_keys::rank(rank)))).process != process;
-}
-
-/// Signs in at a store at the rank 0 address on another host, if there is one: it belongs to another process
+/// Joins at a store at the rank 0 address on another host, if there is one: it belongs to another process
 /// that has the rank 0, and both runs are refused by names. If that address leads to this rank's own store,
 /// as the forwarded port of a container does, this is a no-op.
 inline void refuse_other_rank_zero(const Environment& env, const std::string& address) {
   const auto url = parse_rendezvous(env.rendezvous);
-  c10::intrusive_ptr<StoreClient> other;
+  std::optional<StoreConnection> other;
   try {
-    other = connect_store({url.host, url.port, env.store_secret}, std::chrono::seconds(1));
+    other.emplace(StoreEndpoint{url.host, url.port, env.store_secret}, last_request_timeout);
   } catch (const RendezvousError&) {  // no store of this run
     return;
   }
-  at_store("the ranks could not sign in", [&] { sign_in(*other, env, address); });
+  at_store("the ranks could not sign in", [&] { join_run({*other, last_request_timeout}, env, address); });
 }
 
 /// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store is gone.
@@ -739,106 +528,90 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
   }
 }
 
-/// Returns the first published failure.
-inline std::optional<Failure> published_failure(c10d::Store& store) {
-  if (!store.check({store_keys::failure})) return std::nullopt;
-  return decode_failure(to_text(store.get(store_keys::failure)));
-}
-
 /// Returns the exit code of a run whose ranks have all ended well: not 0, after an error line, if their calls differ.
-inline int code_of_mismatch(c10d::Store& store) {
-  const auto found = published_failure(store);
+inline int code_of_mismatch(StoreConnection& connection) try {
+  const auto found = RunClient(connection, last_request_timeout).summary().failure;
   if (!found || found->kind != FailureKind::mismatch) return 0;
   std::fprintf(stderr, "error: %s\n", found->message.c_str());
   return found->code;
+} catch (const StoreError&) {
+  return 0;
 }
 
-/// Keeps the process that hosts the store alive until all ranks have finished: 5 minutes at most, or 2 s if a rank of
+/// Keeps the process that hosts the store alive until all ranks have ended: 5 minutes at most, or 2 s if a rank of
 /// this host has failed. Other ranks may still read a failure.
-inline void outlive_ranks(c10d::Store& store, int size, bool well) {
-  const auto deadline =
-      std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
-  std::vector<std::string> finished;
-  for (int rank = 0; rank < size; ++rank) finished.push_back(store_keys::finished(rank));
-  try {
-    while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
-           std::chrono::steady_clock::now() < deadline)
-      if (well && published_failure(store)) return std::this_thread::sleep_for(std::chrono::seconds(1));
-  } catch (const c10::Error&) {  // the store is unreadable: stop waiting
+inline void outlive_ranks(StoreConnection& connection, int size, bool well) try {
+  const auto deadline = std::chrono::steady_clock::now() + (well ? host_grace : last_request_timeout);
+  for (;; std::this_thread::sleep_for(first_retry_pause)) {
+    const RunSummary run = RunClient(connection, last_request_timeout).summary();
+    if (run.ended >= static_cast<std::size_t>(size) || std::chrono::steady_clock::now() >= deadline) return;
+    if (well && run.failure) return std::this_thread::sleep_for(reading_grace);
   }
-}
-
-/// Publishes that a rank's process has ended with exit code 0, also to ranks that wait for the rendezvous: one
-/// that has not signed in never will. No-op if the store does not answer.
-inline void record_end(c10d::Store& store, int rank) try {
-  store.compareSet(store_keys::finished(rank), {}, to_bytes("0"));
-  if (!store.check({store_keys::rank(rank)})) end_rendezvous(store, {Outcome::ended, rank});
-} catch (const c10::Error&) {  // the ranks' own timeouts remain
+} catch (const StoreError&) {  // the store is unreadable: stop waiting
 }
 
 /// Returns a text on demand.
 using LazyText = std::function<std::string()>;
 
-/// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
-/// `waiting` from time to time with a text such as "rank 2 of 3", which costs store operations. Throws
-/// RendezvousError, with one text on all ranks, if a rank was refused or is missing at `deadline`, and
-/// PeerError if a rank has failed, or has ended before it signed in. `own` is the waiting rank, in `call`.
-inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
-                        std::chrono::milliseconds timeout, const std::string& doubt,
-                        const std::function<void(const LazyText& who)>& waiting, int own = -1,
-                        const FailedCall& call = {}) {
+/// Blocks until every rank has joined. Returns how the rendezvous has ended. Calls `waiting` from time to time with a text
+/// such as "rank 2 of 3", which costs a request. Throws RendezvousError, with one text on all ranks, if a rank was
+/// refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it joined. `own` is the
+/// waiting rank, in `call`.
+inline Outcome await_ranks(StoreConnection& connection, int size,
+                           std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
+                           const std::string& doubt, const std::function<void(const LazyText& who)>& waiting,
+                           int own = -1, const FailedCall& call = {}) {
   using Clock = std::chrono::steady_clock;
   const auto missing = [&] {
     return at_store("the rendezvous failed",
-                    [&] { return dynamic_cast<StoreClient&>(side).missing_ranks(size); });
+                    [&] { return RunClient(connection, std::min(timeout, outcome_timeout)).summary(size); });
   };
   // Returns `text` and what may keep the missing ranks from joining.
-  const auto with_doubts = [&](std::string text) {
-    if (!doubt.empty()) text += "; " + doubt;
-    return at_store("the rendezvous failed", [&] {
-      const bool refused = side.check({store_keys::refusal});
-      return refused ? detail::formatted("{}; {}", text, printable(to_text(side.get(store_keys::refusal))))
-                     : text;
-    });
+  const auto with_doubts = [&](const RunSummary& late, std::string text) {
+    for (const std::string& why : {doubt, late.stranger})
+      if (!why.empty()) text += "; " + why;
+    return text;
   };
   std::optional<Outcome> outcome;
-  for (const auto slice = std::chrono::milliseconds(5000); !outcome;) {
+  while (!outcome) {
     const auto begin = Clock::now();
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
     try {
-      if (appear_within(side, {store_keys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
-        outcome = Outcome::decode(to_text(side.get(store_keys::outcome)));
-    } catch (const c10::DistNetworkError& error) {
-      throw RendezvousError(detail::formatted("the rendezvous has ended without all ranks: {}",
-                                              printable(error.what_without_backtrace())));
-    } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
+      outcome = RunClient(connection,
+                          std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_timeout))
+                    .outcome();
+    } catch (const StoreLost& error) {
+      throw RendezvousError(
+          formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
+    } catch (const StoreError&) {  // the outcome did not come within the timeout
     }
-    if (!outcome) {
-      if (Clock::now() >= deadline) {
-        const auto late = missing();
-        refuse_rendezvous(side,
-                          with_doubts(detail::formatted(
-                              "{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                              "WORLD_SIZE of the others",
-                              late.text(size), std::chrono::duration<double>(timeout).count(),
-                              late.count == 1 ? "it" : "them")),
-                          late.count == 1 && !late.first.empty() ? late.first[0] : -1);
-      }
-      waiting([&] { return with_doubts(missing().text(size)); });
+    if (outcome) break;
+    if (Clock::now() >= deadline) {
+      const auto late = missing();
+      refuse_rendezvous(
+          {connection, std::min(timeout, outcome_timeout)},
+          with_doubts(late,
+                      formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+                                "WORLD_SIZE of the others",
+                                late.missing_text(size), std::chrono::duration<double>(timeout).count(),
+                                late.missing == 1 ? "it" : "them")),
+          late.missing == 1 && !late.first_missing.empty() ? late.first_missing[0] : -1);
     }
+    waiting([&] {
+      const auto late = missing();
+      return with_doubts(late, late.missing_text(size));
+    });
   }
   switch (outcome->kind) {
     case Outcome::complete:
-      return;
-    case Outcome::failed: {
-      const auto failure = published_failure(side);
-      throw PeerError(consequence_of(failure.value_or(Failure{.message = "a rank has failed"}), own, call));
-    }
+      break;
+    case Outcome::failed:
+      throw PeerError(consequence_of(outcome->failure, own, call));
     case Outcome::ended:
       throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
     case Outcome::refused:
       throw_refusal(*outcome);
   }
+  return *outcome;
 }
 
 }  // namespace lockstep::detail

@@ -26,6 +26,7 @@
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 
@@ -45,17 +46,21 @@ struct StoreEndpoint {
   }
 };
 
-/// The store did not answer in time. The connection stays usable.
-struct StoreTimeout : std::runtime_error {
+/// A request to the store has failed.
+struct StoreError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-/// The connection to the store has ended.
-struct StoreLost : std::runtime_error {
-  using std::runtime_error::runtime_error;
+/// The store did not answer in time. The connection stays usable.
+struct StoreTimeout : StoreError {
+  using StoreError::StoreError;
 };
 /// The store refused the request.
-struct StoreRefusal : std::runtime_error {
-  using std::runtime_error::runtime_error;
+struct StoreRefusal : StoreError {
+  using StoreError::StoreError;
+};
+/// The connection to the store has ended.
+struct StoreLost : StoreError {
+  using StoreError::StoreError;
 };
 
 /// A client's connection to a StoreServer. Thread-safe: several threads may wait for their replies at once. One of them
@@ -85,19 +90,13 @@ class StoreConnection {
   }
 
   ~StoreConnection() {
-    if (bound_ && getpid() == owner_)
-      post(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
+    if (joined_ && getpid() == owner_) post(StoreOperation::leave, [](FrameWriter&) {});
   }
   StoreConnection(const StoreConnection&) = delete;
   StoreConnection& operator=(const StoreConnection&) = delete;
 
-  /// Binds this connection to a rank: if its process ends before the rank has made a communicator or has finished, the
-  /// server publishes that as the run's failure. The destructor unbinds it.
-  void bind_rank(int rank, const std::string& process, Clock::time_point until) {
-    request(StoreOperation::bind_rank, until,
-            [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
-    bound_ = true;
-  }
+  /// The destructor tells the server that the end of this connection is not that of its rank.
+  void leave_at_end() { joined_ = true; }
 
   /// Returns the numeric address of this end.
   [[nodiscard]] std::string own_address() const { return own_.text(); }
@@ -238,7 +237,7 @@ class StoreConnection {
     std::string answer;
     const std::size_t expected = 4 + store_magic.size() + 1;
     while (answer.size() < expected) {
-      if (!poll_until(fd_.get(), POLLIN, std::min(until, Clock::now() + std::chrono::seconds(1)))) {
+      if (!poll_until(fd_.get(), POLLIN, std::min(until, Clock::now() + greeting_timeout))) {
         const std::string silence = "something listens there, but does not answer as a store of lockstep";
         if (Clock::now() >= until) return silence;
         waiting(silence);
@@ -328,7 +327,7 @@ class StoreConnection {
   SocketAddress peer_, own_;
   std::shared_ptr<void> hosted_;
   const pid_t owner_ = getpid();
-  std::atomic<bool> bound_{false};  // to a rank
+  std::atomic<bool> joined_{false};  // as a rank
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reading_ = false;  // a thread waits for bytes

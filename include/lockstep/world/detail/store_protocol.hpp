@@ -6,9 +6,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/detail/bytes.hpp"
+#include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {
 
@@ -21,7 +24,7 @@ namespace lockstep::detail {
 /// id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a StoreStatus byte and a result; what is pushed
 /// has `push_id`, a StorePush byte and a content. Integers are little-endian. A string is its length in 4 bytes and its
 /// bytes.
-inline constexpr std::string_view store_magic = "lockstep store 3\n";
+inline constexpr std::string_view store_magic = "lockstep store 4\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -45,14 +48,20 @@ enum class StoreOperation : std::uint8_t {
   compare_set,  ///< key, expected, desired -> value
   erase,        ///< key -> whether it existed
   append,       ///< key, value -> nothing
-  bind_rank,    ///< rank, name of its process -> nothing; see StoreServer. An empty name undoes it.
-  missing,      ///< number of ranks -> how many of them have not signed in, and the first five
   cancel,       ///< id of a request; no reply
-  subscribe,    ///< rank -> nothing; this connection is sent the events, past ones first; ~0 ends that
-  publish,      ///< event -> whether it is news: the first failure, or none
-  report,       ///< positions, then names of groups and the marks of their calls; no reply
-  ask,   ///< ranks -> of each the age of its last report in ms, and its positions; it is asked to report
-  calls  ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply
+  // About the run, see RunState:
+  join,       ///< rank, size, RankIdentity, whether it stays -> JoinAnswer
+  leave,      ///< nothing: the end of this connection is not that of its rank; no reply
+  outcome,    ///< nothing -> Outcome, once the rendezvous has ended
+  summary,    ///< number of ranks -> RunSummary
+  members,    ///< ranks, or none for all -> the KnownRank of each
+  meet,       ///< name, rank, ranks or none for all, whether it waits, whether its coming lasts -> Meeting
+  subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
+  publish,    ///< Event -> whether it is news
+  staying,    ///< communicator, ranks -> those that are in it
+  report,     ///< a RankPosition and the CallMarks of each communicator; no reply
+  ask,        ///< communicator, ranks -> the RankReport of each, which is asked to report
+  calls       ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply
 };
 
 inline constexpr std::uint64_t push_id = ~std::uint64_t{0};
@@ -61,6 +70,13 @@ enum class StorePush : std::uint8_t {
   question,  ///< nothing: the rank reports
   calls      ///< a group: the rank sends its last calls
 };
+
+/// The members of a struct that is sent, in their order.
+template <class Struct>
+inline constexpr auto fields_of = std::tuple{};
+/// The last enumerator of an enum that is sent.
+template <class Enum>
+inline constexpr Enum last_of = Enum{};
 
 /// Builds a frame.
 class FrameWriter {
@@ -80,9 +96,26 @@ class FrameWriter {
     return *this;
   }
   FrameWriter& text(std::string_view text) { return length(text.size()).raw(text); }
-  FrameWriter& texts(const std::vector<std::string>& list) {
-    length(list.size());
-    for (const std::string& one : list) text(one);
+  FrameWriter& texts(const std::vector<std::string>& list) { return value(list); }
+
+  /// Writes a value: a number, a flag, an enum, a text, a list, an optional value, or a struct with fields_of.
+  template <class Value>
+  FrameWriter& value(const Value& value) {
+    if constexpr (std::is_same_v<Value, bool> || std::is_enum_v<Value>) {
+      byte(static_cast<std::uint8_t>(value));
+    } else if constexpr (std::is_integral_v<Value>) {
+      integer(static_cast<std::uint64_t>(value));
+    } else if constexpr (std::is_convertible_v<Value, std::string_view>) {
+      text(value);
+    } else if constexpr (requires { value.has_value(); }) {
+      byte(value.has_value() ? 1 : 0);
+      if (value) this->value(*value);
+    } else if constexpr (requires { value.begin(); }) {
+      length(value.size());
+      for (const auto& one : value) this->value(one);
+    } else {
+      std::apply([&](auto... members) { (this->value(value.*members), ...); }, fields_of<Value>);
+    }
     return *this;
   }
 
@@ -129,6 +162,36 @@ class FrameReader {
     return result;
   }
 
+  /// Reads what FrameWriter::value has written. Escapes the control characters of texts.
+  template <class Value>
+  void value(Value& value) {
+    if constexpr (std::is_same_v<Value, bool>) {
+      value = byte() != 0;
+    } else if constexpr (std::is_enum_v<Value>) {
+      if (const std::uint8_t read = byte(); read <= static_cast<std::uint8_t>(last_of<Value>))
+        value = static_cast<Value>(read);
+    } else if constexpr (std::is_integral_v<Value>) {
+      value = static_cast<Value>(integer());
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      value = printable(std::string(text()));
+    } else if constexpr (requires { value.has_value(); }) {
+      value.reset();
+      if (byte() != 0) this->value(value.emplace());
+    } else if constexpr (requires { value.begin(); }) {
+      std::size_t count = fixed<std::uint32_t>();
+      if (count > rest_.size()) good_ = false;  // each has a byte
+      for (; good_ && count > 0; --count) this->value(value.emplace_back());
+    } else {
+      std::apply([&](auto... members) { (this->value(value.*members), ...); }, fields_of<Value>);
+    }
+  }
+  template <class Value>
+  Value value() {
+    Value value{};
+    this->value(value);
+    return value;
+  }
+
   [[nodiscard]] bool more() const { return good_ && !rest_.empty(); }
   [[nodiscard]] std::string_view rest() const { return rest_; }
   /// Returns whether all reads were within the payload and consumed it completely.
@@ -150,6 +213,16 @@ class FrameReader {
   std::string_view rest_;
   bool good_ = true;
 };
+
+/// Returns the bytes of a value.
+template <class Value>
+std::string encoded(const Value& value) {
+  return std::string(FrameWriter().value(value).payload());
+}
+template <class Value>
+Value decoded(std::string_view bytes) {
+  return FrameReader(bytes).value<Value>();
+}
 
 /// Splits the bytes of a connection into frames as they arrive.
 class FrameBuffer {

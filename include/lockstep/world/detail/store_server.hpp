@@ -13,10 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <limits>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -27,13 +24,10 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/call_history.hpp"
-#include "lockstep/world/detail/event_log.hpp"
-#include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/run_state.hpp"
 #include "lockstep/world/detail/socket.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 
@@ -43,29 +37,20 @@ namespace lockstep::detail {
 /// if more than `max_strangers` are connected. It parks a request that waits for keys and answers it when the last key
 /// is set. No bytes from a client can end or stall the server: a malformed frame closes its connection.
 ///
-/// It pushes the run's events (see Event) in one order to every connection that has subscribed, failures also later. It keeps the positions
-/// that ranks report, and compares the hashes of their collectives. Where two differ, it asks these ranks for their last
-/// calls, and publishes the first that differs as the run's failure.
-///
-/// A connection may be bound to a rank. If it closes before the rank has made a communicator or has finished, the rank
-/// has ended while other ranks wait for it: the server publishes that as the run's failure, unless a failure is
-/// published within `end_grace` by the rank itself or its launcher, which know the cause.
+/// The requests about the run, and what is pushed to ranks, are RunState's.
 class StoreServer {
  public:
-  static constexpr std::chrono::milliseconds default_hello_timeout{10000};
-  static constexpr std::chrono::milliseconds default_end_grace{1500};
   static constexpr std::size_t max_strangers = 256;
-  static constexpr std::size_t max_pushed_bytes = 16 << 20, max_report_bytes = 1 << 20, max_groups = 1 << 16;
+  static constexpr std::size_t max_pushed_bytes = 16 << 20;
 
   /// Serves on a socket that already listens. Accepts only clients that know `secret`. Throws Error if the
   /// system grants no descriptor or thread.
-  StoreServer(Listener listener, std::string secret,
-              std::chrono::milliseconds hello_timeout = default_hello_timeout,
-              std::chrono::milliseconds end_grace = default_end_grace)
+  StoreServer(Listener listener, std::string secret, Milliseconds hello_timeout = detail::hello_timeout,
+              Milliseconds end_grace = detail::end_grace)
       : listener_(std::move(listener)),
         secret_(std::move(secret)),
         hello_timeout_(hello_timeout),
-        end_grace_(end_grace),
+        run_(end_grace),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
@@ -120,32 +105,6 @@ class StoreServer {
     std::uint32_t interest = 0;
     bool greeted = false;
     bool closing = false;  // close once `out` is sent
-    int rank = 0;          // of the process below
-    std::string process;   // the name of the process of the bound rank, or empty
-    int subscribed = -1;   // the rank
-  };
-
-  /// The last report of a subscribed rank.
-  struct Report {
-    std::uint64_t connection = 0;
-    std::string positions = {};
-    Clock::time_point heard{};
-    bool asked = false;  // to report again
-  };
-
-  /// A bound connection that has closed.
-  struct LostRank {
-    int rank;
-    std::string process;
-    Clock::time_point until;
-  };
-
-  /// Two ranks whose calls differ, and their last calls once they have sent them.
-  struct Dispute {
-    std::string group;
-    CallDifference found;
-    std::vector<RecordedCall> calls[2] = {};
-    Clock::time_point until;
   };
 
   struct Stranger {
@@ -167,11 +126,8 @@ class StoreServer {
         }
       }
       while (!strangers_.empty() && strangers_.front().until <= Clock::now()) drop_first_stranger();
-      while (!lost_.empty() && lost_.front().until <= Clock::now()) {
-        publish_end(lost_.front());
-        lost_.pop_front();
-      }
-      if (dispute_ && dispute_->until <= Clock::now()) settle();
+      run_.tick(Clock::now());
+      deliver();
       for (const auto number : dropped_) connections_.erase(number);
       dropped_.clear();
     }
@@ -185,10 +141,9 @@ class StoreServer {
   }
 
   [[nodiscard]] int time_to_next_deadline() const {
-    if (strangers_.empty() && lost_.empty() && !dispute_) return -1;
-    auto next = dispute_ ? dispute_->until : Clock::time_point::max();
+    auto next = run_.next();
     if (!strangers_.empty()) next = std::min(next, strangers_.front().until);
-    if (!lost_.empty()) next = std::min(next, lost_.front().until);
+    if (next == Clock::time_point::max()) return -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
   }
@@ -239,89 +194,32 @@ class StoreServer {
     if (found != connections_.end() && !found->second->greeted) drop(*found->second);
   }
 
-  void unsubscribe(Connection& connection) {
-    const auto found = reports_.find(std::exchange(connection.subscribed, -1));
-    if (found == reports_.end() || found->second.connection != connection.number) return;
-    if (dispute_ && (dispute_->found.one == found->first || dispute_->found.other == found->first)) settle();
-    reports_.erase(found);
-  }
-
   // Frees the connection at the end of the loop's turn: callers may still use it.
   void drop(Connection& connection) {
     if (!connection.fd.open()) return;
     for (auto& [key, parked] : waiting_)
       std::erase_if(parked, [&](const Parked& one) { return one.connection == connection.number; });
     std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
-    unsubscribe(connection);
+    run_.close(connection.number, Clock::now());
     connection.fd.close();
     dropped_.push_back(connection.number);
-    const std::string finished = store_keys::finished(connection.rank);
-    if (connection.process.empty() || values_.contains(finished)) return;
-    const bool member = values_.contains(store_keys::communicates(connection.rank));
-    const std::string key = member ? finished : store_keys::lost(connection.rank);
-    set(key, member ? "-1" : connection.process);
-    if (!member) lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
   }
 
-  // Publishes the end of a rank as the run's failure, also to ranks that wait for the rendezvous.
-  void publish_end(const LostRank& lost) {
-    const auto outcome = values_.find(store_keys::outcome);
-    const bool told = outcome != values_.end() && Outcome::decode(outcome->second).kind != Outcome::complete;
-    if (told || values_.contains(store_keys::finished(lost.rank)) ||
-        values_.contains(store_keys::communicates(lost.rank)) || values_.contains(store_keys::failure))
-      return;
-    publish({.kind = Event::failed,
-             .failure = {
-                 .kind = FailureKind::died,
-                 .rank = lost.rank,
-                 .message = formatted("has ended before its first communicator ({}): it was killed, or its "
-                                      "connection broke; look at its output, and start all ranks again",
-                                      lost.process)}});
-  }
-
-  // Pushes an event to the subscribers. Returns whether it is news: of failures, the first. Ranks that wait for the
-  // rendezvous learn of it, too.
-  bool publish(const Event& event) {
-    if (event.kind == Event::failed) {
-      if (values_.contains(store_keys::failure)) return false;
-      set(store_keys::failure, encode(event.failure));
-      if (!values_.contains(store_keys::outcome))
-        set(store_keys::outcome, Outcome{.kind = Outcome::failed}.encode());
-    }
-    const std::string bytes = event.encode();
-    if (event.kind == Event::failed) log_.push_back(bytes);
-    for (const auto& [number, connection] : connections_)
-      if (connection->subscribed >= 0) push(*connection, StorePush::event, bytes);
-    return true;
-  }
-  void set(const std::string& key, std::string value) {
-    put(key, std::move(value));
-    wake_waiting(key);
-  }
-
-  // Asks two ranks whose calls differ for their last calls, if both are there to tell them.
-  void contest(const std::string& group, const std::optional<CallDifference>& found) {
-    if (!found || dispute_ || values_.contains(store_keys::failure)) return;
-    dispute_ = {.group = group, .found = *found, .until = Clock::now() + std::chrono::seconds(1)};
-    const auto one = reports_.find(found->one), other = reports_.find(found->other);
-    if (one == reports_.end() || other == reports_.end()) return settle();
-    for (const auto number : {one->second.connection, other->second.connection})
-      if (const auto to = connections_.find(number); to != connections_.end())
-        push(*to->second, StorePush::calls, FrameWriter().text(group).payload());
-  }
-  void settle() {
-    const Dispute dispute = *std::exchange(dispute_, std::nullopt);
-    const auto& calls = dispute.calls;
-    publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls[0], calls[1])});
-  }
-
-  void push(Connection& connection, StorePush kind, std::string_view content) {
-    if (!connection.fd.open()) return;
-    if (connection.out.size() - connection.sent > max_frame_bytes + max_pushed_bytes)
-      return drop(connection);  // it does not read
-    send(connection,
-         FrameWriter().integer(push_id).byte(static_cast<std::uint8_t>(kind)).raw(content).take());
-    update_interest(connection);
+  // Sends what the run has to say.
+  void deliver() {
+    for (auto frames = run_.take_outgoing(); !frames.empty(); frames = run_.take_outgoing())
+      for (const auto& [to, frame] : frames)
+        for (const auto number : to) {
+          const auto found = connections_.find(number);
+          if (found == connections_.end() || !found->second->fd.open()) continue;
+          Connection& connection = *found->second;
+          if (connection.out.size() - connection.sent > max_frame_bytes + max_pushed_bytes) {
+            drop(connection);  // it does not read
+          } else {
+            send(connection, frame);
+            update_interest(connection);
+          }
+        }
   }
 
   void serve(Connection& connection, std::uint32_t events) {
@@ -379,7 +277,7 @@ class StoreServer {
   void note_refusal(const Connection& connection, StoreGreeting greeting) {
     SocketAddress peer;
     getpeername(connection.fd.get(), peer.get(), &peer.length);
-    put(store_keys::refusal,
+    run_.note_stranger(
         detail::formatted("a process at {} was refused because {}", peer.text(),
                           greeting == StoreGreeting::wrong_secret
                               ? "its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
@@ -459,25 +357,6 @@ class StoreServer {
         reply(connection, id);
         return wake_waiting(key);
       }
-      case StoreOperation::bind_rank: {
-        const auto rank = reader.integer();
-        const std::string process(reader.text());
-        if (!reader.whole() || rank > std::numeric_limits<int>::max() || process.size() > max_key_bytes)
-          return drop(connection);
-        connection.rank = static_cast<int>(rank);
-        connection.process = process;
-        return reply(connection, id);
-      }
-      case StoreOperation::missing: {
-        const std::uint64_t size = std::min<std::uint64_t>(reader.integer(), 1 << 20);
-        std::vector<std::uint64_t> missing;
-        for (std::uint64_t rank = 0; rank < size; ++rank)
-          if (!values_.contains(store_keys::rank(static_cast<int>(rank)))) missing.push_back(rank);
-        return reply(connection, id, [&](FrameWriter& out) {
-          out.integer(missing.size());
-          for (std::size_t i = 0; i < std::min<std::size_t>(5, missing.size()); ++i) out.integer(missing[i]);
-        });
-      }
       case StoreOperation::cancel: {
         const auto cancelled = reader.integer();
         if (!reader.whole()) return drop(connection);
@@ -486,110 +365,28 @@ class StoreServer {
             return one.connection == connection.number && one.id == cancelled;
           });
         std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
-        return;
+        return run_.cancel(connection.number, cancelled);
       }
-      case StoreOperation::subscribe: {
-        const auto rank = reader.integer();
-        if (!reader.whole()) return drop(connection);
-        unsubscribe(connection);
-        reply(connection, id);
-        if (rank > std::numeric_limits<int>::max()) return;
-        connection.subscribed = static_cast<int>(rank);
-        reports_[connection.subscribed] = {.connection = connection.number};
-        for (const std::string& event : log_) push(connection, StorePush::event, event);
-        return;
-      }
-      case StoreOperation::publish: {
-        const Event event = Event::decode(reader.text());
-        if (!reader.whole()) return drop(connection);
-        const auto group = comparisons_.find(event.group);
-        if (event.kind == Event::departed && group != comparisons_.end()) {
-          const auto left = group->second.leave(event.rank, event.position);
-          if (left)
-            publish({.kind = Event::failed,
-                     .failure = left_unequally(event.rank, event.position, left->first, left->second)});
-          if (group->second.all_left()) comparisons_.erase(group);
-        }
-        const bool news = publish(event);
-        return reply(connection, id, [&](FrameWriter& out) { out.byte(news ? 1 : 0); });
-      }
-      case StoreOperation::ask: {
-        FrameWriter out;
-        out.integer(id).byte(static_cast<std::uint8_t>(StoreStatus::done));
-        while (reader.more()) {
-          const auto found = reports_.find(static_cast<int>(reader.integer()));
-          if (found == reports_.end()) {
-            out.integer(~std::uint64_t{0}).text("");
-            continue;
-          }
-          Report& known = found->second;
-          const auto age = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - known.heard);
-          out.integer(static_cast<std::uint64_t>(age.count())).text(known.positions);
-          if (out.payload().size() > max_frame_bytes) return drop(connection);
-          const auto to = connections_.find(known.connection);
-          if (!std::exchange(known.asked, true) && to != connections_.end())
-            push(*to->second, StorePush::question, {});
-        }
-        return send(connection, out.take());
-      }
-      case StoreOperation::report: {
-        if (connection.subscribed < 0) return;
-        Report& known = reports_[connection.subscribed];
-        known = {connection.number, std::string(reader.text()), Clock::now()};
-        if (known.positions.size() > max_report_bytes) return drop(connection);
-        while (reader.more()) {
-          const std::string group(reader.text());
-          const std::uint64_t size = reader.integer();
-          FrameReader marks(reader.text());
-          if (!comparisons_.contains(group) && comparisons_.size() >= max_groups) continue;
-          CallComparison& comparison = comparisons_.try_emplace(group, size).first->second;
-          while (marks.more()) {
-            const std::uint64_t sequence = marks.integer();
-            contest(group, comparison.report(connection.subscribed, sequence, marks.integer()));
-          }
-        }
-        return;
-      }
-      case StoreOperation::calls: {
-        const std::string group(reader.text());
-        auto calls = RecordedCall::decode(reader.text());
-        if (!reader.whole()) return drop(connection);
-        if (!dispute_ || dispute_->group != group) return;
-        if (connection.subscribed == dispute_->found.one) dispute_->calls[0] = std::move(calls);
-        if (connection.subscribed == dispute_->found.other) dispute_->calls[1] = std::move(calls);
-        if (!dispute_->calls[0].empty() && !dispute_->calls[1].empty()) settle();
-        return;
-      }
+      default:
+        if (!run_.serve(connection.number, id, operation, reader, Clock::now())) drop(connection);
     }
-    drop(connection);
   }
 
   void add(Connection& connection, std::uint64_t id, const std::string& key, std::int64_t amount) {
-    std::string problem;
-    const auto sum = increase(key, amount, &problem);
-    if (!sum) return refuse(connection, id, problem);
-    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(*sum)); });
-    wake_waiting(key);
-  }
-
-  // Adds to a counter. Returns the sum. If the value must not change, returns std::nullopt and sets `problem`
-  // to the reason.
-  std::optional<std::int64_t> increase(const std::string& key, std::int64_t amount,
-                                       std::string* problem = nullptr) {
     std::int64_t sum = 0;
-    std::string reason;
+    std::string problem;
     if (const auto found = values_.find(key); found != values_.end()) {
       const char* const end = found->second.data() + found->second.size();
       const auto [stop, error] = std::from_chars(found->second.data(), end, sum);
       if (error != std::errc{} || stop != end || found->second.empty())
-        reason = "the value is not an integer that can be added to";
+        problem = "the value is not an integer that can be added to";
     }
-    if (reason.empty() && __builtin_add_overflow(sum, amount, &sum))
-      reason = "the sum would not fit in 64 bits";
-    if (reason.empty()) reason = put(key, std::to_string(sum));
-    if (reason.empty()) return sum;
-    if (problem) *problem = reason;
-    return std::nullopt;
+    if (problem.empty() && __builtin_add_overflow(sum, amount, &sum))
+      problem = "the sum would not fit in 64 bits";
+    if (problem.empty()) problem = put(key, std::to_string(sum));
+    if (!problem.empty()) return refuse(connection, id, problem);
+    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(sum)); });
+    wake_waiting(key);
   }
 
   void compare_set(Connection& connection, std::uint64_t id, const std::string& key,
@@ -708,20 +505,16 @@ class StoreServer {
 
   Listener listener_;
   const std::string secret_;
-  const std::chrono::milliseconds hello_timeout_, end_grace_;
+  const std::chrono::milliseconds hello_timeout_;
+  RunState run_;
   Descriptor epoll_, wake_, reserve_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
   std::deque<Stranger> strangers_;  // by age; some may have been greeted since
-  std::deque<LostRank> lost_;       // by time
   std::vector<std::uint64_t> dropped_;
   std::uint64_t next_number_ = 2;
   std::unordered_map<std::string, std::string> values_;
   std::size_t bytes_ = 0;
   std::unordered_map<std::string, std::vector<Parked>> waiting_;  // by their first missing key
-  std::vector<std::string> log_;                                  // the failures, for who subscribes later
-  std::map<int, Report> reports_;                                 // of the subscribed ranks
-  std::unordered_map<std::string, CallComparison> comparisons_;   // by group
-  std::optional<Dispute> dispute_;
   std::thread thread_;
   const pid_t owner_ = getpid();
 };

@@ -223,8 +223,6 @@ struct SupervisorOptions {
   std::chrono::milliseconds cause_delay{2000};
   /// Called once after all processes are started, before any of their output is read.
   std::function<void()> started = [] {};
-  /// Whether to write the first failure to stderr, before any later output.
-  bool announce = true;
   /// Called once, when the first failure is known or when a rank has ended by a forwarded signal. Its message is that of
   /// the rank.
   std::function<void(const Failure&)> failed = [](const Failure&) {};
@@ -452,7 +450,7 @@ class Supervisor {
       child.report.close();
     if (child.report_bytes.empty() || child.reported) return;
     child.reported = true;
-    Failure failure = decode_failure(child.report_bytes);
+    Failure failure = decode_report(child.report_bytes);
     // Ranks that end by a forwarded signal make other ranks fail, which is expected.
     if (!ending() || failure.kind != FailureKind::consequence) first_failure_.add({i, std::move(failure)});
   }
@@ -512,7 +510,7 @@ class Supervisor {
     failure.pid = culprit.pid;
     failure_ = judged(std::move(failure), gone);
     read_remaining(culprit, first->child);  // the rank's own last output comes before the error
-    if (options_.announce) output_.put(2, detail::formatted("error: {}\n", headline(*failure_, gone)));
+    output_.put(2, detail::formatted("error: {}\n", headline(*failure_, gone)));
     output_.flush();
     order_end(SIGTERM);
     ended_since_ = Clock::now();

@@ -32,7 +32,7 @@ inline ThreadShare thread_share(int own_cores, int host_cores, int ranks) {
 }
 
 /// Returns the number of threads of this rank under srun, mpirun or mpiexec, std::nullopt if they are not for
-/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, another launcher started the rank, or the
+/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the rank was started otherwise, or the
 /// number of ranks of this host is unknown.
 inline std::optional<ThreadShare> launched_threads(const Environment& env,
                                                    const Variables& variables = process_variable) {
@@ -43,8 +43,7 @@ inline std::optional<ThreadShare> launched_threads(const Environment& env,
   int host = env.host_cores.value_or(0);
   if (host == 0) {
     // An unbound rank has the cores of the launcher's process, a bound one a part of them.
-    const auto first = env.rank_variables.substr(0, env.rank_variables.find(','));
-    const pid_t launcher = first.empty() ? 0 : launcher_process(first);
+    const pid_t launcher = launcher_process(env.rank_variables.substr(0, env.rank_variables.find(',')));
     host = launcher > 0 ? usable_cores(launcher) : own;
   }
   return thread_share(own, host, env.local_size);

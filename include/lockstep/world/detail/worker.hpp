@@ -35,6 +35,7 @@
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -47,14 +48,11 @@ struct FailureHooks {
   std::function<void(int code)> exits;
   /// Returns the text about ranks that have made different calls, empty if they have not. May block.
   std::function<std::string()> different_calls;
-  /// Refuses the rendezvous at which other ranks wait for this process. Called once the process has printed
-  /// `text`, the error of its variables. May block.
+  /// Refuses the rendezvous at which other ranks wait for this process. Called once the process has printed `text`, the
+  /// error of its variables or arguments. May block.
   std::function<void(const std::string& text)> cannot_join;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
-
-/// Whether this process runs the function given to `spawn`.
-LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> in_spawned_process{false};
 
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
@@ -112,11 +110,11 @@ inline void tell_failure(Failure& failure, bool& said) {
   const bool consequence = failure.kind == FailureKind::consequence;
   bool first = true;
   if (report_descriptor() >= 0) {
-    at_most(std::chrono::milliseconds(500), [] {
+    at_most(flush_limit, [] {
       std::cout.flush();
       std::fflush(nullptr);
     });
-    const auto bytes = encode(failure).substr(0, 60000);
+    const auto bytes = report_of(failure).substr(0, 60000);
     said = write(report_descriptor(), bytes.data(), bytes.size()) > 0;
   }
   // A rank that has left does not know of the ranks that wait for it: this rank publishes its failure.
@@ -128,7 +126,7 @@ inline void tell_failure(Failure& failure, bool& said) {
       published.kind = FailureKind::left_early;
       published.rank = failure.cause;
     }
-    at_most(std::chrono::milliseconds(1500),
+    at_most(publish_limit,
             [told, published = std::move(published)] { *told = failure_hooks.publish(published); });
     first = *told;
   }
@@ -145,16 +143,17 @@ inline void tell_failure(Failure& failure, bool& said) {
     if (!said_already) std::fwrite(text.data(), 1, text.size(), stderr);
     std::fflush(nullptr);
   });
-  said = writer.ends_within(std::chrono::milliseconds(3000)) || !writer.cancel();
+  said = writer.ends_within(line_limit) || !writer.cancel();
   if (!said) return;
-  if (const auto& refuse = failure_hooks.cannot_join)
-    at_most(std::chrono::seconds(3), [refuse, text = failure.message] { refuse(text); });
+  const auto& refuse = failure_hooks.cannot_join;
+  if (refuse && failure.kind == FailureKind::usage && !failure_hooks.publish)
+    at_most(line_limit, [refuse, text = failure.message] { refuse(text); });
   // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
   const auto path = process_variable("TORCHELASTIC_ERROR_FILE");
   // torchrun takes the earliest time stamp for the cause. Rank 0 may host the store, by which others learn the cause.
-  if (consequence && (rank == 0 || path)) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  if (consequence && (rank == 0 || path)) std::this_thread::sleep_for(publish_limit);
   if (path)
     write_elastic_error_file(*path,
                              failure.type.empty() ? failure.message : failure.type + ": " + failure.message,
@@ -219,7 +218,7 @@ inline void announce_signals(const std::string& where) {
       while (sem_wait(&signal_came) != 0) {
       }
       const int number = ending_signal;
-      at_most(std::chrono::seconds(5), [publish = failure_hooks.publish, where, number] {
+      at_most(signal_limit, [publish = failure_hooks.publish, where, number] {
         if (publish)
           publish({.kind = FailureKind::died,
                    .rank = process_rank.load(),
@@ -248,7 +247,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
         [](int code, void*) {
           if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
           // A copy: a static destructor may destroy the hooks before a thread of a busy host uses them.
-          at_most(std::chrono::milliseconds(code == 0 ? 500 : 2000),
+          at_most(code == 0 ? flush_limit : last_request_timeout,
                   [exits = failure_hooks.exits, code] { exits(code); });
         },
         nullptr);
@@ -261,7 +260,7 @@ inline void name_calls(Failure& failure) noexcept try {
   if (classify(failure.message).kind != ForeignError::other_sizes || !failure_hooks.different_calls) return;
   const auto calls = std::make_shared<std::string>();
   const LeavableThread asking([calls] { *calls = failure_hooks.different_calls(); });
-  if (!asking.ends_within(std::chrono::seconds(3))) return;
+  if (!asking.ends_within(line_limit)) return;
   asking.rethrow();
   if (!calls->empty()) failure.message = *calls;
 } catch (...) {  // the exception's own text stays

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -21,6 +22,7 @@
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
@@ -43,6 +45,17 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
   static PlainWarnings warnings;
   c10::WarningUtils::set_warning_handler(&warnings);
+}
+
+/// Sets the number of LibTorch's threads. `given` names what has determined it, unless it is a share.
+inline void set_threads(const WorldOptions& options, const Environment& environment, const char* given) {
+  std::optional<ThreadShare> chosen;
+  if (options.threads > 0) chosen = {options.threads, given};
+  if (options.threads == WorldOptions::share) chosen = launched_threads(environment);
+  if (!chosen) return;
+  at::set_num_threads(chosen->threads);
+  shared_threads = chosen->threads;
+  shared_threads_source = chosen->source;
 }
 
 /// Returns what is left of `timeout`, which began at `begin`; at least 1 ms.
@@ -69,6 +82,10 @@ struct World::State {
   std::string address;
   std::atomic<bool> left{false};          // leave() has marked this rank as finished
   std::atomic<bool> communicates{false};  // this rank has made a communicator
+
+  ~State() {  // a forked child may have copied the server in the middle of a change
+    if (rendezvous && getpid() != owner) static_cast<void>(new detail::Rendezvous(std::move(*rendezvous)));
+  }
 };
 
 LOCKSTEP_INLINE World::World() : World(Environment{}) {}
@@ -76,74 +93,59 @@ LOCKSTEP_INLINE World::World() : World(Environment{}) {}
 LOCKSTEP_INLINE World::World(Environment environment)
     : log(environment.rank), state_(std::make_shared<State>()) {
   state_->environment = std::move(environment);
-  if (auto& launcher = state_->environment.launcher; launcher.empty() && detail::in_spawned_process)
-    launcher = "spawn";
   detail::known_exception_text = [](const std::exception& error) {
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     return known ? std::string(known->what_without_backtrace()) : std::string();
   };
 }
 
-LOCKSTEP_INLINE World World::from_environment(const AnyRankSource& source) {
-  detail::end_on_uncaught();
-  detail::end_with_agent();
-  World world([&] {
-    try {
-      detail::require_level(process_variable);
-      return read_environment(process_variable, source);
-    } catch (const UsageError& error) {
-      detail::tell_waiting_ranks(error.what(), source);
-      throw;
-    }
-  }());
-  detail::process_rank = world.rank();
+LOCKSTEP_INLINE World World::from_environment(const WorldOptions& options) {
+  return detail::world_from(process_variable, options, false);
+}
+
+LOCKSTEP_INLINE World detail::world_from(const Variables& variables, const WorldOptions& options,
+                                         bool launched) {
+  require_level(variables);
+  World world(read_environment(variables));
+  process_rank = world.rank();
+  set_threads(options, world.state_->environment, launched ? "--threads" : "the program");
   if (world.size() == 1) {
-    // A launcher's only rank. The processes of `spawn` are none.
+    // A launcher's only rank.
     const auto& alone = world.state_->environment;
     static std::once_flag announced;
-    if (!alone.launcher.empty() && detail::report_descriptor() < 0 && world.log.should_log(Level::info))
-      std::call_once(announced,
-                     [&] { detail::write_run_summary(alone, {detail::RankIdentity::own({}, alone)}); });
+    if (!alone.launcher.empty() && world.log.should_log(Level::info))
+      std::call_once(announced, [&] { write_run_summary(alone, {own_identity({}, alone)}); });
     return world;
   }
   // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
   static std::mutex mutex;
-  static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
+  // The connection of a process that exits says that this rank takes no further part.
+  static std::map<std::string, std::shared_ptr<World::State>> joined;
   const auto& known = world.state_->environment;
   const std::lock_guard lock(mutex);
-  auto& state = joined[detail::formatted("{} {} {}", known.rendezvous, known.rank, known.size)];
-  if (state) {
-    world.state_ = state;
-  } else {
-    state = world.state_;
-    if (const auto share = detail::launched_threads(known)) {
-      at::set_num_threads(share->threads);
-      detail::shared_threads = share->threads;
-      detail::shared_threads_source = share->source;
-    }
-    world.announce_failures();
-  }
+  auto& state = joined[formatted("{} {} {}", known.rendezvous, known.rank, known.size)];
+  if (!state) state = world.state_;
+  world.state_ = state;
+  if (launched) world.announce_failures();
   return world;
 }
 
-LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size) {
+LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, const WorldOptions& options) {
   if (size < 1) throw UsageError(detail::formatted("the world size is {}: it must be at least 1", size));
   if (rank < 0 || rank >= size)
     throw UsageError(detail::formatted(
         "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
   parse_rendezvous(url);
   detail::require_level(process_variable);
-  detail::end_on_uncaught();
-  detail::end_with_agent();
   Environment environment;
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
   environment.rendezvous_origin = {"the URL given to World::join", "give World::join", "give World::join"};
-  environment.store_secret = detail::store_secret(url, process_variable);
+  environment.store_secret = read_store_secret();
   World world(environment);
   detail::process_rank = rank;
-  world.announce_failures();
+  detail::set_threads(options, environment, "the program");
   return world;
 }
 
@@ -216,13 +218,13 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     }
   }
   try {
-    auto side = connect_again(std::chrono::seconds(2));
-    side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
+    const auto& joined = rendezvous();
+    detail::RunClient(*joined.connection, detail::last_request_timeout)
+        .publish({.kind = detail::Event::ended, .rank = rank(), .failure = {.code = code}});
     state_->left = true;
     if (code != 0 || !hosts_store()) return;
-    if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty())
-      unlink(path.c_str());
-    detail::outlive_ranks(*side, size(), true);
+
+    detail::outlive_ranks(*joined.connection, size(), true);
   } catch (const std::exception&) {  // the store has ended, and the other ranks with it
   }
 }
@@ -230,7 +232,7 @@ LOCKSTEP_INLINE void World::leave(int code) const {
 LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
   if (code == 0 || state_->communicates || state_->left || detail::report_descriptor() >= 0) return;
   detail::at_most(
-      std::chrono::milliseconds(1500),
+      detail::publish_limit,
       [world = *this, failure = Failure{.kind = FailureKind::died,
                                         .rank = rank(),
                                         .code = code,
@@ -266,15 +268,14 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
         [notify = waiting_notice(timeout)](const std::string& what) { notify([&] { return what; }); });
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
-        joined.store->setTimeout(detail::left_of(timeout, begin));
         try {
-          detail::sign_in(*joined.store, state_->environment, joined.address, !given);
+          detail::join_run({*joined.connection, detail::left_of(timeout, begin)}, state_->environment,
+                           joined.address, !given);
         } catch (const RendezvousError&) {
           // The store ends with this process: give the other ranks time to read the reason.
-          if (joined.hosted_here) std::this_thread::sleep_for(std::chrono::milliseconds(800));
+          if (joined.hosted_here) std::this_thread::sleep_for(detail::reading_grace);
           throw;
         }
-        joined.store->setTimeout(timeout);
       });
     state_->rendezvous = std::move(joined);
   }
@@ -283,12 +284,11 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
 
 LOCKSTEP_INLINE std::function<void(const std::function<std::string()>&)> World::waiting_notice(
     std::chrono::milliseconds timeout) const {
-  return [begin = std::chrono::steady_clock::now(), next = std::chrono::milliseconds(4500), timeout,
-          log = log.all(),
+  return [begin = std::chrono::steady_clock::now(), next = detail::first_notice, timeout, log = log.all(),
           prints = state_->environment.local_rank == 0](const detail::LazyText& what) mutable {
     const auto now = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
     if (!prints || now < next || now >= timeout) return;
-    next = now + std::chrono::minutes(1);
+    next = now + detail::notice_interval;
     log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", what(),
                 std::chrono::ceil<std::chrono::seconds>(timeout - now).count());
   };
@@ -305,29 +305,30 @@ LOCKSTEP_INLINE void World::await_all() const {
   const auto& known = state_->environment;
   state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (size() > 1) {
-    auto side = joined.again(std::min<std::chrono::milliseconds>(timeout, std::chrono::seconds(5)));
     const auto waiting = [&](const detail::LazyText& who) {
       if (!joined.doubt.empty()) detail::refuse_other_rank_zero(known, joined.address);
       notify(who);
     };
     const char* call = detail::served_call.name;
-    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, waiting, rank(),
-                        {.operation = detail::rendezvous, .served = call ? call : ""});
+    const auto outcome =
+        detail::await_ranks(*joined.connection, size(), begin + timeout, timeout, joined.doubt, waiting,
+                            rank(), {.operation = detail::rendezvous, .served = call ? call : ""});
+    state_->single_host = !outcome.several_hosts;
     detail::at_store("the rendezvous failed", [&] {
-      place_ranks(*side, joined);
-      announce_run(*side);
+      place_ranks(joined);
+      if (rank() == 0 && log.should_log(Level::info))
+        detail::write_run_summary(known, detail::identities(*joined.connection));
     });
   }
   state_->complete.store(true, std::memory_order_release);
 }
 
-LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const {
+LOCKSTEP_INLINE void World::place_ranks(const detail::Rendezvous& joined) const {
   State& state = *state_;
-  state.single_host = !side.check({detail::store_keys::several_hosts});
   state.address = joined.address;
   const bool numbered = state.environment.launched;
   if (numbered && (state.single_host || !state.address.empty())) return;
-  const auto ranks = detail::identities(side, size());
+  const auto ranks = detail::identities(*joined.connection);
   const auto& own = ranks[static_cast<std::size_t>(rank())].host;
   LocalPlace local{0, 0, -1};
   for (int other = 0; other < size(); ++other) {
@@ -347,11 +348,6 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
   if (!numbered) state.local = local;
 }
 
-LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
-  if (rank() == 0 && log.should_log(Level::info))
-    detail::write_run_summary(state_->environment, detail::identities(side, size()));
-}
-
 LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
   const auto& known = state_->environment;
   if (known.launched || known.size == 1)
@@ -369,14 +365,14 @@ LOCKSTEP_INLINE bool World::publish_to_waiting(const Failure& failure) const {
     if (!state_->rendezvous) {
       // Other ranks may already wait for this one. Joining refuses a store of another run.
       if (!others_may_wait()) return true;
-      rendezvous_within(std::chrono::seconds(1));
+      rendezvous_within(detail::last_request_timeout);
       joined = false;
     }
   }
-  const bool first = detail::publish(*connect_again(std::chrono::seconds(1)),
-                                     {.kind = detail::Event::failed, .failure = failure});
+  const bool first = detail::RunClient(*connection(), detail::last_request_timeout)
+                         .publish({.kind = detail::Event::failed, .failure = failure});
   // The store ends with this process: give the other ranks time to read the failure.
-  if (hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
+  if (hosts_store()) std::this_thread::sleep_for(detail::reading_grace);
   return first || !joined;
 }
 
@@ -390,11 +386,12 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     const auto& state = world.state_;
     std::unique_lock lock(state->mutex, std::try_to_lock);
     if (!lock || !state->rendezvous) return;
+    auto& connection = *state->rendezvous->connection;
     if (!state->left)
-      state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
-                                    detail::to_bytes(std::to_string(code)));
+      detail::RunClient(connection, detail::last_request_timeout)
+          .publish({.kind = detail::Event::ended, .rank = world.rank(), .failure = {.code = code}});
     if (code != 0 || !state->rendezvous->hosted_here) return;
-    if (const int mismatch = detail::code_of_mismatch(*state->rendezvous->store)) _exit(mismatch);
+    if (const int mismatch = detail::code_of_mismatch(connection)) _exit(mismatch);
   };
   detail::announce_exit();
   detail::announce_signals(detail::host_name());
@@ -407,10 +404,7 @@ LOCKSTEP_INLINE bool World::launched_here() const {
 
 LOCKSTEP_INLINE bool World::others_may_wait() const {
   const auto& known = state_->environment;
-  if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here()) return false;
-  // Do not create the file: it would block the next run.
-  const auto url = parse_rendezvous(known.rendezvous);
-  return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
+  return !known.rendezvous.empty() && !known.store_outlives_attempts && !launched_here();
 }
 
 LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& place,
@@ -425,27 +419,39 @@ LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& plac
   const std::string key = detail::store_keys::local_zero_first(
       numbered ? std::to_string(place.first) : detail::host_identity(), call);
   if (place.rank > 0)
-    wait_for_first(*side, numbered ? detail::formatted("rank {}", place.first) : "local rank 0", key,
-                   timeout);
+    wait_for_first(numbered ? detail::formatted("rank {}", place.first) : "local rank 0",
+                   numbered ? place.first : -1, key, timeout);
   return key;
 }
 
-LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string& first,
-                                           const std::string& key, std::chrono::milliseconds timeout) try {
+LOCKSTEP_INLINE void World::wait_for_first(const std::string& first, int number, const std::string& key,
+                                           std::chrono::milliseconds timeout) const try {
   const auto begin = std::chrono::steady_clock::now();
+  const auto side = connect_again();
+  const auto throw_if_failed = [&] {
+    std::optional<Failure> failure;
+    bool ended = false;
+    try {
+      detail::RunClient run(*connection(), detail::request_timeout);
+      failure = run.summary().failure;
+      ended = number >= 0 && run.members({number}).at(0).exit_code && !side->check({key});
+    } catch (const detail::StoreError&) {  // the next call on the store says so
+    }
+    if (failure) throw PeerError(detail::consequence_of(*failure, rank(), {}));
+    if (ended)
+      throw PeerError(detail::formatted("{}, the first on this host, has ended in local_zero_first", first));
+  };
   while (!detail::appear_within(
-      side, {key},
-      std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), std::chrono::milliseconds(500)))) {
-    if (const auto failure = detail::published_failure(side))
-      throw PeerError(detail::consequence_of(*failure, detail::process_rank.load(), {}));
+      *side, {key},
+      std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), detail::news_timeout))) {
+    throw_if_failed();
     if (std::chrono::steady_clock::now() > begin + timeout)
       throw TimeoutError(
           detail::formatted("{}, the first on this host, has not finished its local_zero_first after {} s",
                             first, std::chrono::duration<double>(timeout).count()));
   }
-  if (detail::to_text(side.get(key)) != "done") {
-    if (const auto failure = detail::published_failure(side))
-      throw PeerError(detail::consequence_of(*failure, detail::process_rank.load(), {}));
+  if (detail::to_text(side->get(key)) != "done") {
+    throw_if_failed();
     throw PeerError(detail::formatted("{}, the first on this host, failed in local_zero_first", first));
   }
 } catch (const c10::DistStoreError&) {

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// Every time of the control plane that no option sets.
+
+// Requests to the store: of a rank that runs, of a process that ends or refuses, and for the outcome of the rendezvous, after
+// which a rank says whom it waits for.
+inline constexpr Milliseconds request_timeout{10'000}, last_request_timeout{2'000}, outcome_timeout{5'000};
+// Connecting: the look-up of a name (the resolver asks its second name server after 5 s), one attempt, the answer of what
+// listens, and the pauses between attempts.
+inline constexpr Milliseconds lookup_timeout{7'000}, attempt_timeout{5'000}, greeting_timeout{1'000};
+inline constexpr Milliseconds first_retry_pause{5}, last_retry_pause{500}, board_pause{20};
+// The server: the hello of a client, the cause of a rank whose connection has closed, and the calls of ranks that differ.
+inline constexpr Milliseconds hello_timeout{10'000}, end_grace{1'500}, dispute_timeout{1'000};
+// While ranks come: when a rank first says whom it waits for, and how often.
+inline constexpr Milliseconds first_notice{4'500}, notice_interval{60'000};
+// While a rank waits in a call: how often its thread looks, when it first asks the others and how often, when it warns, how
+// long they may take to answer (while answers still come, or the store is slow, longer), and the longest pause between two.
+inline constexpr Milliseconds look_interval{50}, first_question{5'000}, question_interval{30'000};
+inline constexpr Milliseconds least_warning{5'000}, most_warning{30'000};
+inline constexpr Milliseconds answer_timeout{1'500}, longest_answer{5'000}, trickle{400},
+    report_interval{500};
+// A failure: the news of one that another rank is publishing, and the reason of a rank that has ended a communicator; within
+// which all ranks throw together; within which a program must notice it; and until the calls that differ are found.
+inline constexpr Milliseconds news_timeout{500}, reason_timeout{500}, throw_together{2'000},
+    notice_limit{2'000};
+inline constexpr Milliseconds mismatch_timeout{2'500};
+// The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
+// its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
+inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};
+inline constexpr Milliseconds host_grace{300'000}, signal_limit{5'000};
+
+/// Returns LOCKSTEP_TIMEOUT, which `launch` sets to `--timeout`, or else `fallback`.
+inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallback) {
+  const auto seconds = integer_variable(process_variable, "LOCKSTEP_TIMEOUT", 1);
+  return seconds ? std::chrono::milliseconds(std::chrono::seconds(*seconds)) : fallback;
+}
+
+/// Returns the timeout of the option struct `options`, clamped to 24 days. Throws UsageError below 1 ms.
+inline std::chrono::milliseconds checked_timeout(const char* options, std::chrono::milliseconds timeout) {
+  if (timeout.count() < 1)
+    throw UsageError(
+        detail::formatted("{}: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
+                          options, timeout.count()));
+  // Gloo counts milliseconds in 32 bits, and adding the largest duration to a time point would overflow.
+  return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 24));
+}
+
+/// Returns how long the host of the store, or a rank that other ranks wait for, may be silent before it
+/// counts as failed: a late rank still answers, from a thread of its own.
+/// Counterpart: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.
+inline std::chrono::milliseconds heartbeat_timeout() {
+  const auto seconds = integer_variable(process_variable, "LOCKSTEP_HEARTBEAT_TIMEOUT", 1);
+  return seconds ? std::chrono::seconds(*seconds) : std::chrono::minutes(2);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,490 @@
+#include "lockstep/world/detail/run_state.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <queue>
+#include <random>
+#include <set>
+
+#include "lockstep/world/detail/rank_view.hpp"
+#include "support/catch.hpp"
+
+namespace run_state_test {
+
+using namespace std::chrono_literals;
+using namespace lockstep::detail;
+using lockstep::FailedCall;
+using lockstep::Failure;
+using lockstep::FailureKind;
+using Time = RunState::Time;
+using Duration = Time::duration;
+using Fill = std::function<void(FrameWriter&)>;
+
+constexpr Duration heartbeat = 20s;
+
+enum class Fault { none, killed, stopped, cut, throws, other_call, leaves, never_joins, ends_early, late };
+constexpr Fault faults[] = {Fault::none,       Fault::killed,     Fault::stopped, Fault::cut,
+                            Fault::throws,     Fault::other_call, Fault::leaves,  Fault::never_joins,
+                            Fault::ends_early, Fault::late};
+
+// One run in virtual time: the store, its ranks, and a network that keeps the order of each connection alone.
+class Simulation {
+ public:
+  Simulation(std::uint64_t seed, int size, Fault fault, int calls = 6)
+      : random_(seed), size_(size), calls_(calls), fault_(fault), state_(1500ms) {
+    culprit_ = static_cast<int>(draw(0, size - 1));
+    fault_call_ = draw(1, calls);
+    gloo_ = draw(0, 1) == 1;
+    slow_ = draw(0, 9) == 0;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks_.push_back(std::make_unique<Rank>(rank));
+      const bool is_late = fault_ == Fault::late && rank == culprit_;
+      if (fault_ == Fault::never_joins && rank == culprit_) continue;
+      at(milliseconds(0, 100) + (is_late ? Duration(30s) : Duration(0)),
+         [this, rank] { start(*ranks_[at_(rank)]); });
+    }
+    ranks_[at_(culprit_)]->culprit = fault_ != Fault::none && fault_ != Fault::late;
+    if (fault_ == Fault::never_joins)  // its launcher sees it end, as that of a program that returns at once
+      at(10s, [this] { take({.kind = Event::ended, .rank = culprit_, .failure = {.code = 0}}); });
+  }
+
+  void run() {
+    while (!events_.empty()) {
+      const auto next = events_.top();
+      events_.pop();
+      tick_until(next.time);
+      now_ = std::max(now_, next.time);
+      next.work();
+      deliver();
+      if (++steps_ > 4'000'000) FAIL("the run does not end");
+    }
+    tick_until(now_ + 10s);
+  }
+
+  // What must hold whatever has happened.
+  void check() {
+    const RunSummary summary = summarize();
+    const Failure first = summary.failure.value_or(Failure{});
+    CAPTURE(culprit_, static_cast<int>(first.kind), first.rank, first.message);
+    for (const auto& rank : ranks_) {
+      CAPTURE(rank->number);
+      const bool gone = rank->culprit && (fault_ == Fault::killed || fault_ == Fault::stopped ||
+                                          fault_ == Fault::cut || fault_ == Fault::never_joins);
+      if (!gone) REQUIRE(rank->ended);
+      if (rank->ended && fault_at_) REQUIRE(rank->ended_at - *fault_at_ < heartbeat + 20s);
+      // Calls that differ may be found after the last: then the run ends by the summary's failure.
+      if (rank->ended && fault_ != Fault::other_call)
+        REQUIRE((rank->code != 0) == (fails() && !(rank->culprit && ends_well())));
+    }
+    REQUIRE(summary.failure.has_value() == (fails() && fault_ != Fault::never_joins && !ends_well()));
+    if (!summary.failure) return;
+    if (summary.failure->kind == FailureKind::mismatch)
+      REQUIRE((summary.failure->rank == culprit_ || summary.failure->cause == culprit_));
+    else
+      REQUIRE(summary.failure->rank == culprit_);
+    REQUIRE((summary.failure->kind == FailureKind::mismatch) == (fault_ == Fault::other_call));
+  }
+
+  [[nodiscard]] bool fails() const { return fault_ != Fault::none && fault_ != Fault::late; }
+  // The culprit ends with exit code 0 while the others still wait for it.
+  [[nodiscard]] bool ends_well() const { return fault_ == Fault::leaves || fault_ == Fault::ends_early; }
+  // Messages and bytes to and from one rank, the most of any, and of the store.
+  struct Traffic {
+    std::uint64_t messages = 0, bytes = 0;
+  };
+  [[nodiscard]] Traffic most_of_a_rank() const {
+    Traffic most;
+    for (const auto& rank : ranks_) {
+      most.messages = std::max(most.messages, rank->traffic.messages);
+      most.bytes = std::max(most.bytes, rank->traffic.bytes);
+    }
+    return most;
+  }
+  [[nodiscard]] Traffic of_the_store() const { return all_; }
+  [[nodiscard]] Duration length() const { return now_ - begin_; }
+
+ private:
+  struct Rank {
+    explicit Rank(int number) : number(number), view{number} {}
+    int number;
+    RankView view;
+    std::uint64_t connection = 0, next_id = 1;
+    Time last_up{}, last_down{};  // when the last message of a direction arrives
+    std::map<std::uint64_t, std::function<void(std::string_view)>> replies;
+    bool culprit = false, alive = true, open = false, joined = false, reads = true, ended = false,
+         waits = false, met = false;
+    int code = 0;
+    Time ended_at{};
+    std::uint64_t call = 0, hash = 0, reported = ~std::uint64_t{0};
+    std::vector<RecordedCall> history;
+    Silence silence;
+    Traffic traffic;
+    std::vector<std::string> held;  // what a stopped rank has not read
+  };
+  struct Scheduled {
+    Time time;
+    std::uint64_t order;
+    std::function<void()> work;
+    bool operator<(const Scheduled& other) const {
+      return std::pair(time, order) > std::pair(other.time, other.order);
+    }
+  };
+
+  static std::size_t at_(int rank) { return static_cast<std::size_t>(rank); }
+  std::uint64_t draw(std::int64_t least, std::int64_t most) {
+    return static_cast<std::uint64_t>(std::uniform_int_distribution<std::int64_t>(least, most)(random_));
+  }
+  Duration milliseconds(std::int64_t least, std::int64_t most) {
+    return std::chrono::milliseconds(draw(least, most));
+  }
+  void at(Duration delay, std::function<void()> work) {
+    events_.push({now_ + delay, order_++, std::move(work)});
+  }
+  void tick_until(Time time) {
+    while (state_.next() <= time) {
+      now_ = std::max(now_, state_.next());
+      state_.tick(now_);
+      deliver();
+    }
+  }
+  // The time that a message takes; some connections are slow for a moment.
+  Duration delay() { return std::chrono::microseconds(draw(50, draw(0, 99) == 0 ? 200'000 : 2'000)); }
+
+  void send(Rank& rank, StoreOperation operation, const Fill& fill,
+            std::function<void(std::string_view)> reply = nullptr) {
+    if (!rank.open) return;
+    FrameWriter out;
+    fill(out);
+    const std::uint64_t id = rank.next_id++;
+    if (reply) rank.replies[id] = std::move(reply);
+    count(rank, out.payload().size() + 13);
+    rank.last_up = std::max(rank.last_up, now_ + delay());
+    at(rank.last_up - now_,
+       [this, number = rank.connection, id, operation, bytes = std::string(out.payload())] {
+         FrameReader in(bytes);
+         if (operation == StoreOperation::cancel && connections_.contains(number))
+           return state_.cancel(number, in.integer());
+         if (connections_.contains(number)) CHECK(state_.serve(number, id, operation, in, now_));
+       });
+  }
+  void deliver() {
+    for (auto& [to, frame] : state_.take_outgoing())
+      for (const std::uint64_t number : to) {
+        const auto found = connections_.find(number);
+        REQUIRE(found != connections_.end());  // nothing is sent to who is not of this run
+        Rank& rank = *found->second;
+        count(rank, frame.size());
+        rank.last_down = std::max(rank.last_down, now_ + delay());
+        at(rank.last_down - now_, [this, &rank, frame = frame] { arrive(rank, frame); });
+      }
+  }
+  void count(Rank& rank, std::size_t bytes) {
+    for (Traffic* traffic : {&rank.traffic, &all_}) {
+      ++traffic->messages;
+      traffic->bytes += bytes;
+    }
+  }
+  void arrive(Rank& rank, const std::string& frame) {
+    if (!rank.alive || rank.ended || !rank.open) return;
+    if (!rank.reads) return rank.held.push_back(frame);
+    FrameReader in(std::string_view(frame).substr(4));
+    const std::uint64_t id = in.integer();
+    if (id == push_id) return take_push(rank, static_cast<StorePush>(in.byte()), in);
+    in.byte();
+    const auto found = rank.replies.extract(id);
+    if (!found.empty()) found.mapped()(in.rest());
+  }
+  void take(const Event& event) {  // from a launcher, over a connection of its own
+    const std::string bytes = std::string(FrameWriter().value(event).payload());
+    FrameReader in(bytes);
+    connections_[1] = launcher_.get();
+    CHECK(state_.serve(1, 1, StoreOperation::publish, in, now_));
+  }
+  void publish(Rank& rank, const Event& event) {
+    send(rank, StoreOperation::publish, [&](FrameWriter& out) { out.value(event); });
+  }
+
+  void start(Rank& rank) {
+    rank.connection = static_cast<std::uint64_t>(rank.number) + 2;
+    connections_[rank.connection] = &rank;
+    rank.open = true;
+    const RankIdentity identity{.process = formatted("node pid {}", 100 + rank.number), .host = "node"};
+    send(rank, StoreOperation::join, [&](FrameWriter& out) {
+      out.integer(static_cast<std::uint64_t>(rank.number)).integer(static_cast<std::uint64_t>(size_));
+      out.value(identity).byte(1);
+    });
+    at(60s, [this, &rank] {  // the timeout of the rendezvous
+      if (!rank.ended && rank.alive && !rank.joined)
+        publish(rank, {.kind = Event::refused, .failure = {.message = "a rank did not join"}});
+    });
+    if (rank.culprit && fault_call_ == 1 && fault_ == Fault::killed)
+      return fail(rank);  // before its first communicator
+    send(
+        rank, StoreOperation::outcome, [](FrameWriter&) {},
+        [this, &rank](std::string_view reply) {
+          if (decoded<Outcome>(reply).kind != Outcome::complete) return end(rank, 1);
+          rank.joined = true;
+          if (rank.culprit && fault_ == Fault::ends_early) {
+            fault_at_ = now_;
+            return end(rank, 0);
+          }
+          send(rank, StoreOperation::subscribe,
+               [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
+          at(milliseconds(0, 100), [this, &rank] { meet(rank); });
+        });
+  }
+  // The rank comes to make the communicator, waits a moment at a time, and asks in between who is missing.
+  void meet(Rank& rank) {
+    if (!acts(rank)) return;
+    const auto come = [&](bool waits, std::function<void(std::string_view)> then) {
+      const auto fill = [&](FrameWriter& out) {
+        out.text("g").value(rank.number).value(std::vector<int>()).value(waits).value(true);
+      };
+      return send(rank, StoreOperation::meet, fill, std::move(then));
+    };
+    const std::uint64_t id = rank.next_id;
+    const auto take = [this, &rank](std::string_view reply) {
+      if (!acts(rank) || std::exchange(rank.met, true)) return;
+      const auto found = decoded<Meeting>(reply);
+      if (found.missing > 0) {
+        REQUIRE(found.ended == culprit_);
+        return end(rank, 1);
+      }
+      publish(rank, {.kind = Event::connected, .rank = rank.number});
+      report_often(rank);
+      compute(rank);
+    };
+    come(true, take);
+    at(milliseconds(1, 200), [this, &rank, come, take, id] {
+      if (!acts(rank) || rank.met) return;
+      rank.replies.erase(id);  // the reply may be on its way
+      send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
+      come(false, [this, &rank, take](std::string_view reply) {
+        const auto found = decoded<Meeting>(reply);
+        if (found.missing == 0 || found.ended >= 0) return take(reply);
+        if (!rank.met) meet(rank);
+      });
+    });
+  }
+  void compute(Rank& rank) {
+    at(milliseconds(1, slow_ ? 4000 : 50), [this, &rank] { enter(rank); });
+  }
+  void enter(Rank& rank) {
+    if (!acts(rank)) return;
+    if (rank.call == calls_) return leave(rank);
+    if (rank.culprit && rank.call + 1 == fault_call_ && fault_ != Fault::other_call) return fail(rank);
+    const bool other = rank.culprit && fault_ == Fault::other_call && rank.call + 1 == fault_call_;
+    if (other) fault_at_ = now_;
+    const std::string content = other ? "broadcast" : "all_reduce";
+    rank.hash = next_hash(hash_of(content, rank.hash), 0);
+    ++rank.call;
+    rank.history.push_back({rank.hash, content, {.operation = content, .sequence = rank.call}});
+    rank.waits = true;
+    look(rank);
+    if (rank.ended) return;
+    const auto present =
+        std::count_if(ranks_.begin(), ranks_.end(), [&](const auto& one) { return one->call >= rank.call; });
+    if (present == size_) {
+      for (auto& one : ranks_)
+        if (one->waits && one->call == rank.call)
+          at(milliseconds(1, 3), [this, one = one.get(), call = rank.call] {
+            if (!acts(*one) || one->call != call) return;
+            one->waits = false;
+            compute(*one);
+          });
+      return;
+    }
+    if (gloo_ && std::any_of(ranks_.begin(), ranks_.end(), [](const auto& one) { return !one->alive; }))
+      return break_off(rank);
+    watch(rank, rank.call, 5s);
+  }
+  [[nodiscard]] bool acts(const Rank& rank) const {
+    return rank.alive && !rank.ended && rank.reads && !rank.view.over();
+  }
+
+  // The rank does what its fault is.
+  void fail(Rank& rank) {
+    fault_at_ = now_;
+    switch (fault_) {
+      case Fault::throws:
+        publish(rank, {.failure = {.rank = rank.number, .message = "boom"}});
+        return end(rank, 1);
+      case Fault::leaves:
+        return leave(rank);
+      case Fault::stopped:
+        rank.reads = false;
+        return;
+      case Fault::cut:  // its connection to the store breaks: it ends
+        close(rank);
+        rank.alive = false;
+        break;
+      default:
+        rank.alive = false;
+        at(rank.last_up - now_ + delay(), [this, &rank] { close(rank); });
+    }
+    if (gloo_)
+      for (auto& one : ranks_) at(45ms, [this, one = one.get()] { break_off(*one); });
+  }
+  void leave(Rank& rank) {
+    const FailedCall last{.operation = rank.call > 0 ? "all_reduce" : "", .sequence = rank.call};
+    report(rank);
+    publish(rank, {.kind = Event::departed, .rank = rank.number, .group = "g", .position = last});
+    // By hand the process that hosts the store outlives the others: here it is a launcher.
+    end(rank, 0);
+  }
+  void end(Rank& rank, int code) {
+    if (rank.ended || !rank.alive) return;
+    publish(rank, {.kind = Event::ended, .rank = rank.number, .failure = {.code = code}});
+    rank.ended = true;
+    rank.code = code;
+    rank.ended_at = now_;
+    at(rank.last_up - now_ + 1us, [this, &rank] { close(rank); });
+  }
+  void close(Rank& rank) {
+    if (!std::exchange(rank.open, false)) return;
+    state_.close(rank.connection, now_);
+    connections_.erase(rank.connection);
+  }
+
+  void report_often(Rank& rank) {
+    if (!acts(rank)) return;
+    report(rank);
+    at(500ms, [this, &rank] { report_often(rank); });
+  }
+  void report(Rank& rank) {
+    std::vector<CallMarks> marks;
+    if (std::exchange(rank.reported, rank.call) != rank.call)
+      marks.push_back({"g", static_cast<std::uint64_t>(size_), {{rank.call, rank.hash}}});
+    const std::vector<RankPosition> positions{{"g", {.operation = "all_reduce", .sequence = rank.call}}};
+    send(rank, StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
+  }
+  void take_push(Rank& rank, StorePush kind, FrameReader& in) {
+    if (kind == StorePush::question) return report(rank);
+    if (kind == StorePush::calls)
+      return send(rank, StoreOperation::calls, [&](FrameWriter& out) { out.text("g").value(rank.history); });
+    rank.view.learn(in.value<Event>());
+    if (rank.view.over()) return end(rank, 1);
+    look(rank);
+  }
+  void look(Rank& rank) {
+    if (!rank.waits) return;
+    if (rank.view.left_before("g", {.operation = "all_reduce", .sequence = rank.call})) end(rank, 1);
+  }
+
+  // The rank waits in `call`: it looks after the others now and then, as CallWatch does.
+  void watch(Rank& rank, std::uint64_t call, Duration after) {
+    at(after, [this, &rank, call] {
+      if (!acts(rank) || !rank.waits || rank.call != call) return;
+      look(rank);
+      if (rank.ended) return;
+      ask(rank, 1500ms, 1500ms, [this, &rank, call](const std::set<int>& silent) {
+        if (!rank.waits || rank.call != call) return;
+        if (const auto found = rank.silence.add(silent, heartbeat / 4, heartbeat))
+          publish(rank,
+                  {.failure = {.kind = FailureKind::timed_out, .rank = found->first, .message = "silent"}});
+        watch(rank, call, heartbeat / 4);
+      });
+    });
+  }
+  // The transport of a rank has failed: it looks for the reason, as Membership::cause_of does.
+  void break_off(Rank& rank) {
+    if (!acts(rank) || !rank.waits) return;
+    at(100ms, [this, &rank] {
+      if (!acts(rank)) return;
+      ask(rank, 1500ms, 5s, [this, &rank](const std::set<int>& silent) {
+        if (!silent.empty())
+          publish(rank,
+                  {.failure = {.kind = FailureKind::died, .rank = *silent.begin(), .message = "is gone"}});
+        at(1s, [this, &rank] {
+          if (acts(rank)) end(rank, 1);
+        });
+      });
+    });
+  }
+  void ask(Rank& rank, std::chrono::milliseconds timeout, std::chrono::milliseconds most,
+           std::function<void(const std::set<int>& silent)> then) {
+    std::vector<int> group;
+    for (int other = 0; other < size_; ++other) group.push_back(other);
+    report(rank);
+    ask_again(rank, std::make_shared<Question>(group, rank.number, now_, timeout, most),
+              std::make_shared<std::set<int>>(), std::move(then), 5ms);
+  }
+  void ask_again(Rank& rank, std::shared_ptr<Question> question, std::shared_ptr<std::set<int>> answered,
+                 std::function<void(const std::set<int>& silent)> then, Duration pause) {
+    send(
+        rank, StoreOperation::ask, [&](FrameWriter& out) { out.text("g").value(question->ranks()); },
+        [this, &rank, question, answered, then, pause, asked = now_](std::string_view reply) {
+          if (!acts(rank)) return;
+          const auto read = [&](int other, const auto&, Answers&) { answered->insert(other); };
+          if (!question->take(decoded<std::vector<RankReport>>(reply), asked, now_, read))
+            return at(pause, [=, this, &rank] {
+              if (acts(rank)) ask_again(rank, question, answered, then, std::min<Duration>(2 * pause, 100ms));
+            });
+          std::set<int> silent;
+          if (question->answers().conclusive)
+            for (const int other : question->ranks())
+              if (other != rank.number && !answered->contains(other) &&
+                  !question->answers().left.contains(other))
+                silent.insert(other);
+          then(silent);
+        });
+  }
+  RunSummary summarize() {
+    const std::string bytes = std::string(FrameWriter().integer(static_cast<std::uint64_t>(size_)).payload());
+    FrameReader in(bytes);
+    CHECK(state_.serve(1, 1, StoreOperation::summary, in, now_));
+    const auto sent = state_.take_outgoing();
+    return decoded<RunSummary>(std::string_view(sent.back().frame).substr(13));
+  }
+
+  std::mt19937_64 random_;
+  int size_, culprit_ = 0;
+  std::uint64_t calls_, fault_call_ = 1;
+  Fault fault_;
+  bool gloo_ = false, slow_ = false;
+  RunState state_;
+  const Time begin_ = Time(1h);
+  Time now_ = begin_;
+  std::optional<Time> fault_at_;
+  std::uint64_t order_ = 0, steps_ = 0;
+  std::priority_queue<Scheduled> events_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::unique_ptr<Rank> launcher_ = std::make_unique<Rank>(-1);
+  std::map<std::uint64_t, Rank*> connections_;
+  Traffic all_;
+};
+
+void simulate(std::uint64_t seeds) {
+  for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+    const Fault fault = faults[seed % std::size(faults)];
+    const int size = static_cast<int>(seed % 20 == 0 ? 2 + seed % 63 : 2 + seed % 7);
+    CAPTURE(seed, size, static_cast<int>(fault));
+    Simulation simulation(seed, size, fault);
+    simulation.run();
+    simulation.check();
+  }
+}
+
+TEST_CASE("in virtual time: nobody alive is blamed, the first cause wins, and every survivor ends in time") {
+  simulate(500);
+}
+TEST_CASE("the same with very many seeds", "[.release]") {
+  simulate(10'000);
+}
+
+TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {
+  fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages", "bytes",
+             "store's", "bytes", "s");
+  for (const int size : {2, 8, 64, 512, 4096})
+    for (const Fault fault : {Fault::none, Fault::throws, Fault::other_call}) {
+      Simulation simulation(1, size, fault, 3);
+      simulation.run();
+      simulation.check();
+      const auto rank = simulation.most_of_a_rank(), all = simulation.of_the_store();
+      fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6.1f}\n", size, static_cast<int>(fault),
+                 rank.messages, rank.bytes, all.messages, all.bytes, simulation.length() / 1.0s);
+    }
+}
+
+}  // namespace run_state_test
