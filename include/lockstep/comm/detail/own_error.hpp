@@ -1,13 +1,16 @@
 #pragma once
 
-#include <chrono>
+#include <cstddef>
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/call_history.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
