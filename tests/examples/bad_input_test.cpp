@@ -107,7 +107,8 @@ std::vector<Example> all_examples() {
   };
   for (Example& each : all) {
     each.options.insert(each.options.end(), {"-h", "--help"});
-    if (each.launched) each.options.insert(each.options.end(), {"--nproc", "--prefix", "--timeout"});
+    if (each.launched)
+      each.options.insert(each.options.end(), {"--nproc", "--prefix", "--timeout", "--threads"});
   }
   // Without libjpeg, or without toml++, CMake leaves these out.
   std::erase_if(all, [](const Example& each) {
