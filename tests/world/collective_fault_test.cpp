@@ -78,6 +78,14 @@ TEST_CASE("without launch a rank that ends is known by its connection") {
   }
 }
 
+TEST_CASE("without launch, rank 0 finds that the ranks have made unequally many calls when it leaves") {
+  Together ranks({program, "level one uneven"}, 3);
+  ranks.wait(30s);
+  INFO(ranks[0].error());
+  CHECK(ranks[0].exit_code() == 1);
+  CHECK(ranks[0].out() == "mismatch\n");
+}
+
 TEST_CASE("a rank that has caught its exception is told that the others have ended by it") {
   Together ranks({program, "retries alone first"}, 3);
   CHECK(ranks.wait(30s) == std::vector<int>{0, 1, 1});

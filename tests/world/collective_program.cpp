@@ -131,16 +131,20 @@ int main(int argc, char** argv) {
   if (const std::string mode = argv[1]; mode.starts_with("level one")) try {  // without launch
       const auto world = lockstep::World::from_environment();
       static_cast<void>(world.store());
-      if (world.rank() == 1)
-        std::this_thread::sleep_for(1s);  // the others wait by then: rank 0 hosts the store
-      if (world.rank() == 1 && mode.ends_with("dies")) std::abort();
-      if (world.rank() == 1) throw lockstep::DataError("a bad file");
+      const bool ends = world.rank() == 1 && !mode.ends_with("uneven");
+      if (ends) std::this_thread::sleep_for(1s);  // the others wait by then: rank 0 hosts the store
+      if (ends && mode.ends_with("dies")) std::abort();
+      if (ends) throw lockstep::DataError("a bad file");
       lockstep::GlooComm comm{world};
       comm.barrier();
+      if (mode.ends_with("uneven") && world.rank() == 0) comm.broadcast(at::ones({4}), 0).synchronize();
+      comm.shutdown();
+    } catch (const lockstep::MismatchError&) {
+      fmt::print("mismatch\n");
+      return 1;
     } catch (const lockstep::Error& error) {
-      fmt::print("{} of rank {}\n",
-                 error.failure().kind == lockstep::FailureKind::consequence ? "consequence" : "error",
-                 error.failure().cause);
+      const bool consequence = error.failure().kind == lockstep::FailureKind::consequence;
+      fmt::print("{} of rank {}\n", consequence ? "consequence" : "error", error.failure().cause);
       return 1;
     }
   return lockstep::launch(argc, argv, [&](lockstep::World world) { return rank_of(argv[1], world); });
