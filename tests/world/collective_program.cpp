@@ -138,6 +138,7 @@ int main(int argc, char** argv) {
       lockstep::GlooComm comm{world};
       comm.barrier();
       if (mode.ends_with("uneven") && world.rank() == 0) comm.broadcast(at::ones({4}), 0).synchronize();
+      if (mode.ends_with("uneven") && world.rank() > 0) std::this_thread::sleep_for(1s);
       comm.shutdown();
     } catch (const lockstep::MismatchError&) {
       fmt::print("mismatch\n");

@@ -421,8 +421,7 @@ class Membership {
     for (auto pause = std::chrono::milliseconds(1);;
          pause = std::min<Milliseconds>(2 * pause, look_interval)) {
       const std::vector<int> staying = monitor_->staying(*status_, call.start + timeout_);
-      if (staying.empty()) return throw_mismatch(call);
-      if (monitor_->ended(name())) return;
+      if (staying.empty() || monitor_->ended(name())) return throw_mismatch(call);
       if (Clock::now() >= look) {
         const auto answers = monitor_->ask(*status_, answer_timeout, longest_answer);
         if (answers.conclusive && !silent(call, answers).empty()) return;  // the rank has failed
@@ -445,11 +444,12 @@ class Membership {
  private:
   // Throws MismatchError if the store has found that the ranks have made different calls.
   void throw_mismatch(const Call& call) const {
-    std::optional<Failure> failure;
-    try {
-      failure = monitor_->client(soon()).summary().failure;
-    } catch (const StoreError&) {  // another failure is known
-    }
+    std::optional<Failure> failure = monitor_->failure();
+    if (!failure) try {  // it may be on its way
+        failure = monitor_->client(soon()).summary().failure;
+      } catch (const StoreError&) {  // it has arrived
+        failure = monitor_->failure();
+      }
     if (failure && failure->kind == FailureKind::mismatch)
       std::rethrow_exception(error_of(*failure, world_.rank(), place_of(call)));
   }
