@@ -277,7 +277,8 @@ class BackendGroup {
     const Call call = state_.message("shutdown", {}, 0);
     state_.close();  // what throws below is not called again
     membership().depart(call);
-    if (finish_works(call)) membership().farewell(call);
+    finish_works(call);
+    membership().farewell(call);
   }
 
  private:
@@ -380,8 +381,8 @@ class BackendGroup {
   } catch (const std::exception&) {  // no thread can be started
   }
 
-  // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
-  bool finish_works(const Call& call) {
+  // Completes the works in flight, unless another rank has failed, on a thread that can be left behind.
+  void finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
     const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_),
                                     timeout = timeout(), on_device = !on_host()]() mutable {
@@ -396,10 +397,9 @@ class BackendGroup {
     });
     lock.unlock();
     while (!finishing.ends_within(look_interval)) {
-      if (membership().monitor() && membership().monitor()->ended(membership().name())) return false;
+      if (membership().monitor() && membership().monitor()->ended(membership().name())) return;
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
-    return true;
   }
 
   // Stores `error` if it is the first, and throws it. No-op for null.
