@@ -138,13 +138,14 @@ int main(int argc, char** argv) {
       lockstep::GlooComm comm{world};
       comm.barrier();
       if (mode.ends_with("uneven") && world.rank() == 0) static_cast<void>(comm.broadcast(at::ones({4}), 0));
-      if (mode.ends_with("uneven") && world.rank() > 0) std::this_thread::sleep_for(1s);
+      if (mode.ends_with("uneven") && world.rank() > 0) std::this_thread::sleep_for(3s);
       comm.shutdown();
       return 0;
     } catch (const lockstep::MismatchError&) {
       fmt::print("mismatch\n");
       return 1;
     } catch (const lockstep::Error& error) {
+      fmt::print(stderr, "error: {}\n", error.what());
       const bool consequence = error.failure().kind == lockstep::FailureKind::consequence;
       fmt::print("{} of rank {}\n", consequence ? "consequence" : "error", error.failure().cause);
       return 1;
