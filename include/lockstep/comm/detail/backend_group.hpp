@@ -424,7 +424,6 @@ class BackendGroup {
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
-
     const ForeignError foreign = backend_error(cause);
     check(membership().cause_of(
         call, detail::formatted("does not answer and has closed its connections ({})", foreign.text)));

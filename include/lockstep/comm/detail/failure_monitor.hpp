@@ -210,8 +210,8 @@ class FailureMonitor {
     report();
     for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
-        const auto reply = RunClient(*connection_, std::max(since + most, asked + news_timeout), over)
-                               .reports(group.name, group.ranks);
+        const auto reply =
+            client(std::max(since + most, asked + news_timeout)).reports(group.name, group.ranks);
         const auto read = [&](int rank, const auto& positions, Answers& answers) {
           take(positions, group, rank, answers);
         };
@@ -228,8 +228,8 @@ class FailureMonitor {
 
   /// Sends the store this rank's positions, and what it compares over the ranks. Does not block.
   void report() noexcept try {
-    const std::lock_guard reporting(
-        reporting_);  // what one thread has taken is sent before what the next one says
+    // What one thread has taken is sent before what the next one says.
+    const std::lock_guard reporting(reporting_);
     std::vector<RankPosition> positions;
     std::vector<CallMarks> marks;
     {

@@ -383,21 +383,19 @@ class Membership {
            .failure = {.rank = world_.rank(), .message = text, .time = monotonic_nanoseconds()}});
   }
 
-  /// Runs `work(store)` with the group's keys. Returns its result, or std::nullopt at `until`. Throws PeerError if
-  /// another rank has failed and CommunicationError if the store is gone.
-  template <class Work>
-  auto at_store_until(const Call& call, Clock::time_point until, Work work)
-      -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
-    std::optional<decltype(work(std::declval<c10d::Store&>()))> result;
-    if (!perform_until(call, until, [&](c10d::Store& store) { result = work(store); })) return std::nullopt;
-    return result;
-  }
-  /// at_store_until() up to the timeout of `call`, at which it throws TimeoutError.
+  /// Runs `work(store)` with the group's keys. Returns its result. Throws PeerError if another rank has failed,
+  /// CommunicationError if the store is gone, and TimeoutError at the timeout of `call`.
   template <class Work>
   auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
-    auto result = at_store_until(call, call.start + timeout_, std::move(work));
-    if (result) return std::move(*result);
-    throw_store_timeout(call);
+    if (!monitor_) return work(*store_);
+    std::optional<decltype(work(std::declval<c10d::Store&>()))> result;
+    const auto until = call.start + timeout_;
+    const bool answered = ask_until(call, until, [&] {
+      c10d::PrefixStore group(name(), monitor_->store(until));
+      result = work(group);
+    });
+    if (!answered) throw_store_timeout(call);
+    return std::move(*result);
   }
   /// Throws the TimeoutError of a call that the store has not answered in time.
   [[noreturn]] void throw_store_timeout(const Call& call) const {
@@ -453,19 +451,7 @@ class Membership {
     if (failure && failure->kind == FailureKind::mismatch)
       std::rethrow_exception(error_of(*failure, world_.rank(), place_of(call)));
   }
-  // at_store_until() without a result: returns whether `work` has run.
-  bool perform_until(const Call& call, Clock::time_point until,
-                     const std::function<void(c10d::Store&)>& work) {
-    if (!monitor_) {
-      work(*store_);
-      return true;
-    }
-    return ask_until(call, until, [&] {
-      c10d::PrefixStore group(name(), monitor_->store(until));
-      work(group);
-    });
-  }
-  // Runs `ask`, which ends at `until`. Returns whether it has returned. Throws as at_store_until.
+  // Runs `ask`, which ends at `until`. Returns whether it has returned before that. Otherwise throws as at_store.
   bool ask_until(const Call& call, Clock::time_point until, const std::function<void()>& ask) {
     std::string reason;
     try {

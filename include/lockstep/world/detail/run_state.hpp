@@ -158,7 +158,6 @@ class RunState {
     };
     std::vector<int> ranks;
     bool lasts = false;
-
     std::map<int, Coming> here = {};
   };
   /// A rank that has joined, or of which something is known without that.
@@ -217,7 +216,7 @@ class RunState {
     auto ranks = in.value<std::vector<int>>();
     const auto waits = in.value<bool>(), lasts = in.value<bool>();
     if (!in.whole() || name.size() > max_key_bytes || gatherings_.size() >= max_groups) return false;
-    if (made_.contains(name)) {  // whoever has waited for too long has not seen that all had come
+    if (made_.contains(name)) {  // a rank whose wait ended too early asks again
       reply(asker, encoded(Meeting{}));
       return true;
     }
