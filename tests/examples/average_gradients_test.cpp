@@ -102,34 +102,21 @@ TEST_CASE("average_gradients draws its curve as SVG") {
   CHECK(drawing.starts_with("<svg "));
   CHECK(drawing.ends_with("</svg>\n"));
   CHECK(count(drawing, "<polyline ") == 2);
-  CHECK_THAT(drawing, ContainsSubstring("step 6<"));
-  CHECK_THAT(drawing, ContainsSubstring("epochs: 1<"));
+  for (const char* label : {"step 6<", "epochs: 1<"}) CHECK_THAT(drawing, ContainsSubstring(label));
 }
 
 TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") {
   const Stripes digits;
   const auto compared = [&](const std::string& nproc) {
-    const auto ended =
-        run_example({program, "--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
-    CHECK(ended.code == 0);
-    CHECK_THAT(ended.out,
-               ContainsSubstring("multiplied by 1 / size, then sum: 10 of 10 gradients have the same bits"));
-    CHECK_THAT(ended.out, ContainsSubstring("running statistics of SyncBatchNorm: 0 apart at most"));
-    CHECK(count(ended.out, "running statistics of BatchNorm: 0 apart") == 0);
-    return number_in(ended.out, "sum, then divided by size: ([0-9]+) of 10 gradients");
+    const auto out = out_of({program, "--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
+    const std::string number = "([0-9.e+-]+)";
+    CHECK(number_in(out, "multiplied by 1 / size, then sum: " + number + " of 10 gradients") == 10);
+    CHECK(number_in(out, "running statistics of SyncBatchNorm: " + number + " apart") == 0);
+    CHECK(number_in(out, "running statistics of BatchNorm: " + number + " apart") > 0);
+    return number_in(out, "sum, then divided by size: " + number + " of 10 gradients");
   };
   CHECK(compared("4") == 10);
   CHECK(compared("3") < 10);
-}
-
-TEST_CASE("average_gradients refuses wrong flags on one line") {
-  const auto refused = [](const std::vector<std::string>& arguments, const std::string& error) {
-    check_refused(joined({program}, arguments), error);
-  };
-  refused({"--plot", "curve.png"}, "--plot: curve.png ends neither in .svg nor in .csv");
-  refused({"--plot", ""}, "--plot: the value is empty");
-  refused({"training"}, "program");
-  refused({"--epochs", "-1"}, "--epochs");
 }
 
 }  // namespace average_gradients_test

@@ -51,8 +51,7 @@ TEST_CASE("the template prints the tutorial's lines, learns and saves the model,
   // --scale-lr multiplies the rate by the number of ranks, which it also prints.
   const auto scaled =
       two_epochs("ddp_main", digits, saved / "scaled.pt", {"--lr", "0.025", "--scale-lr", "--nproc", "2"});
-  CHECK_THAT(scaled,
-             ContainsSubstring("learning rate 0.05 (linear rule: 0.025 for a batch of 16; global batch 32"));
+  CHECK(scaled.starts_with("learning rate 0.05 (linear rule: 0.025 for a batch of 16; global batch 32"));
   CHECK(lockstep::read_file(saved / "scaled.pt") == lockstep::read_file(saved / "ddp.pt"));
 }
 
@@ -107,15 +106,6 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
   // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
        {{"CUDA_VISIBLE_DEVICES", "-1"}});
-}
-
-TEST_CASE("the template refuses wrong arguments on one line") {
-  for (const std::string program : {"origin_main", "ddp_main"}) {
-    check_refused({test_program(program), "-e", "three"}, "--epochs");
-    check_refused({test_program(program), "--lr", "nan"}, "--lr: nan is not a number");
-    check_refused({test_program(program), "--save", "/absent/m.pt"}, "cannot save to '/absent/m.pt'");
-    check_refused({test_program(program), "--data-dir", "/absent"}, "/absent");
-  }
 }
 
 TEST_CASE("3 and 4 processes on two hosts, started by the tutorial's variables, train one model",

@@ -12,13 +12,6 @@ using namespace lockstep_test;
 
 namespace {
 
-/// The lines of `text`, sorted: ranks print in any order.
-std::vector<std::string> sorted_lines(const std::string& text) {
-  auto lines = lines_of(text);
-  std::sort(lines.begin(), lines.end());
-  return lines;
-}
-
 /// The line of each rank, in order.
 std::vector<std::string> of_ranks(const std::string& line, int ranks) {
   std::vector<std::string> lines;

@@ -59,9 +59,9 @@ std::string without_times(const std::string& out) {
   return std::regex_replace(out, std::regex("(Time|Data) +[0-9.]+ \\( *[0-9.]+\\)"), "$1 X");
 }
 
-// The one line that a wrong command ends with.
-std::string refusal(const std::vector<std::string>& arguments, const std::string& before = "") {
-  return refusal_of(command(arguments), {}, before);
+void refused(const std::vector<std::string>& arguments, const std::string& why,
+             const std::string& before = "") {
+  check_refused(command(arguments), why, {}, before);
 }
 
 }  // namespace
@@ -112,11 +112,9 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
     CHECK(lines[0] == "=> using pre-trained model 'resnet18'");
     CHECK(lines[2] == all.back());
   }
-  const std::string other = refusal(short_run(images, {"-a", "resnet34", "--pretrained", checkpoint}),
-                                    "=> using pre-trained model 'resnet34'\n");
-  CHECK_THAT(other,
-             ContainsSubstring(
-                 "checkpoint.pt': the state dict does not fit the model: missing \"layer1.2.conv1.weight\""));
+  refused(short_run(images, {"-a", "resnet34", "--pretrained", checkpoint}),
+          "checkpoint.pt': the state dict does not fit the model: missing \"layer1.2.conv1.weight\"",
+          "=> using pre-trained model 'resnet34'\n");
 }
 
 TEST_CASE(
@@ -183,7 +181,7 @@ TEST_CASE(
                                    (saved / "constant.pt").string(), images.path()},
                                   unused.path().string()));
   // Of 15 images, 3 are of class 2, and 3 + 3 + 2 + 1 + 2 of those five.
-  CHECK_THAT(out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
+  CHECK(lines_of(out).back() == " *   Acc@1 20.000 Acc@5 73.333");
   CHECK(count(out, "Epoch: ") == 0);
   CHECK(unused.files() == 0);
 }
@@ -220,17 +218,6 @@ TEST_CASE("imagenet augments the images that it trains on, by its seed, and not 
   CHECK(validated("1") == validated("2"));
 }
 
-TEST_CASE("imagenet runs on random images without a folder", "[.release]") {
-  const TemporaryFolder saved;
-  const auto out = out_of(command({"--nproc", "2", "--epochs", "1", "-b", "64", "--scale-lr",
-                                   "--warmup-epochs", "1", "--save-dir", saved.path().string()}));
-  CHECK_THAT(out, ContainsSubstring("=> Dummy data is used!\n=> creating model 'resnet18'\n"));
-  CHECK_THAT(out, ContainsSubstring("learning rate 0.025 (linear rule"));
-  CHECK_THAT(out, ContainsSubstring("Epoch: [0][ 1/10]\tTime"));
-  CHECK_THAT(out, ContainsSubstring(" *   Acc@1 "));
-  CHECK(std::filesystem::exists(saved / "checkpoint.pt"));
-}
-
 TEST_CASE("imagenet names a damaged image") {
   const SmallImages images;
   const auto damaged = images / "train/class1/3.JPEG";
@@ -245,23 +232,18 @@ TEST_CASE("imagenet names a damaged image") {
 
 TEST_CASE("imagenet refuses what it cannot use on one line") {
   const SmallImages images;
-  CHECK_THAT(refusal({"-a", "resnet19"}), ContainsSubstring("--arch"));
-  CHECK_THAT(refusal({"-b", "0"}), ContainsSubstring("--batch-size"));
-  CHECK_THAT(refusal({"-e", "--epochs", "7"}), ContainsSubstring("--epochs: with -e it has no use"));
-  CHECK_THAT(refusal({"-e", "--scale-lr"}), ContainsSubstring("--scale-lr: with -e it has no use"));
-  CHECK_THAT(refusal({"--lr", "nan"}), ContainsSubstring("nan is not a number"));
-  CHECK_THAT(refusal({"--resume=", "x"}), ContainsSubstring("--resume=: the value is empty;"));
-  CHECK_THAT(refusal({"--nproc", "2", (images / "absent").string()}),
-             ContainsSubstring("absent/train: cannot be read: No such file"));
-  CHECK_THAT(refusal({"--nproc", "2", "-b", "1", "--dummy"}, "=> Dummy data is used!\n"),
-             ContainsSubstring("-b 1: give an image or more for each of 2 ranks"));
+  refused({"-a", "resnet19"}, "--arch");
+  refused({"-b", "0"}, "--batch-size");
+  refused({"-e", "--epochs", "7"}, "--epochs: with -e it has no use");
+  refused({"-e", "--scale-lr"}, "--scale-lr: with -e it has no use");
+  refused({"--lr", "nan"}, "nan is not a number");
+  refused({"--nproc", "2", (images / "absent").string()}, "absent/train: cannot be read: No such file");
+  const std::string dummy = "=> Dummy data is used!\n";
+  refused({"--nproc", "2", "-b", "1", "--dummy"}, "-b 1: give an image or more for each of 2 ranks", dummy);
   const auto text = images / "text";
   std::ofstream(text) << "no checkpoint";
-  const std::string before = "=> Dummy data is used!\n=> creating model 'resnet18'\n=> loading checkpoint '";
-  CHECK_THAT(refusal({"--nproc", "2", "--resume", text.string()}, before + text.string() + "'\n"),
-             ContainsSubstring("text' (13 bytes): it is no file of torch.save"));
-  CHECK_THAT(refusal({"--nproc", "2", "--resume", "absent.pt"}, before + "absent.pt'\n"),
-             ContainsSubstring("could not read 'absent.pt': No such file"));
+  refused({"--nproc", "2", "--resume", text.string()}, "text' (13 bytes): it is no file of torch.save",
+          dummy + "=> creating model 'resnet18'\n=> loading checkpoint '" + text.string() + "'\n");
 }
 
 }  // namespace imagenet_test

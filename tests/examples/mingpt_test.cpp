@@ -37,8 +37,8 @@ std::string train(const TemporaryFolder& folder, const Words& more) {
   return out_of(command(folder, more));
 }
 
-std::string refusal(const Words& more) {
-  return refusal_of(joined({test_program("mingpt")}, more));
+void refused(const Words& more, const std::string& why) {
+  check_refused(joined({test_program("mingpt")}, more), why);
 }
 
 }  // namespace
@@ -92,7 +92,6 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
   INFO(stopped.out() << stopped.error());
   CHECK(stopped.exit_code() == 75);
   CHECK(count(stopped.error(), "\n") == 1);
-  CHECK_THAT(stopped.error(), ContainsSubstring("stopped after step "));
   const auto next =
       static_cast<int>(number_in(stopped.out(), "Resuming training from snapshot at Epoch ([0-9]+)\n"));
   CHECK((next == saved + 1 || next == saved + 3));
@@ -123,7 +122,6 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
       events = lockstep::read_file(entry.path());
   }
   CHECK(files == 3);
-  CHECK_THAT(lockstep::read_file(reports + "/report.html"), ContainsSubstring("eval/loss"));
   CHECK(count(events, "eval/loss") >= 1);
   CHECK(count(events, "train/loss") >= 1);
   const std::string rows = lockstep::read_file(reports + "/metrics.csv");
@@ -193,36 +191,29 @@ TEST_CASE("mingpt trains in bfloat16", "[.release]") {
 
 TEST_CASE("a configuration that is wrong is refused on one line") {
   const TemporaryFolder folder;
-  const auto file = [&](const std::string& text) {
-    return refusal({"--config", folder.write("wrong.toml", text).string()});
+  const auto file = [&](const std::string& text, const std::string& why) {
+    refused({"--config", folder.write("wrong.toml", text).string()}, why);
   };
-  CHECK_THAT(file("[trainer_config]\nmax_epochs = \n"), ContainsSubstring("wrong.toml, line 2"));
-  CHECK_THAT(file("[trainer_config]\nepochs = 3\n"),
-             ContainsSubstring("wrong.toml, line 2: there is no key trainer_config.epochs;"));
-  CHECK_THAT(file("[hydra]\nrun.dir = 'x'\n"), ContainsSubstring("there is no key hydra.run.dir;"));
-  CHECK_THAT(file("[trainer_config]\nbatch_size = 'many'\n"),
-             ContainsSubstring("trainer_config.batch_size takes a whole number from 1"));
-  CHECK_THAT(refusal({"--config", (folder / "absent.toml").string()}), ContainsSubstring("absent.toml"));
-  CHECK_THAT(refusal({"--config", folder.path().string()}), ContainsSubstring(" is a folder: give a TOML"));
+  file("[trainer_config]\nmax_epochs = \n", "wrong.toml, line 2");
+  file("[trainer_config]\nepochs = 3\n", "wrong.toml, line 2: there is no key trainer_config.epochs;");
+  file("[hydra]\nrun.dir = 'x'\n", "there is no key hydra.run.dir;");
+  file("[trainer_config]\nbatch_size = 'many'\n", "trainer_config.batch_size takes a whole number from 1");
 }
 
 TEST_CASE("an override that is wrong is refused on one line") {
-  const auto refused = [](const std::string& word, const std::string& reason) {
-    CHECK_THAT(refusal({word}), ContainsSubstring(word + ": " + reason));
-  };
-  refused("trainer_config.epochs=3", "there is no key trainer_config.epochs;");
-  refused("trainer_config.max_epochs=-1", "trainer_config.max_epochs takes a whole number from 0");
-  refused("trainer_config.max_epochs=1.5", "trainer_config.max_epochs takes a whole number from 0");
-  refused("gpt_config.attn_pdrop=nan", "gpt_config.attn_pdrop takes a number from 0 to 1;");
-  refused("trainer_config.use_amp=1", "trainer_config.use_amp takes true or false;");
-  refused("stray", "write an override as section.key=value;");
-  CHECK_THAT(refusal({"gpt_config.n_embd=65"}), ContainsSubstring("n_embd 65 is no multiple of n_head 4"));
-  CHECK_THAT(refusal({"trainer_config.amp_dtype=int8"}), ContainsSubstring("give float16 or bfloat16"));
-  CHECK_THAT(refusal({"--data-path="}), ContainsSubstring("the value is empty"));
+  for (const auto& [word, why] : std::vector<std::pair<std::string, std::string>>{
+           {"trainer_config.epochs=3", "trainer_config.epochs=3: there is no key trainer_config.epochs;"},
+           {"trainer_config.max_epochs=-1", "trainer_config.max_epochs takes a whole number from 0"},
+           {"trainer_config.max_epochs=1.5", "trainer_config.max_epochs takes a whole number from 0"},
+           {"gpt_config.attn_pdrop=nan", "gpt_config.attn_pdrop takes a number from 0 to 1;"},
+           {"trainer_config.use_amp=1", "trainer_config.use_amp takes true or false;"},
+           {"stray", "stray: write an override as section.key=value;"},
+           {"gpt_config.n_embd=65", "n_embd 65 is no multiple of n_head 4"},
+           {"trainer_config.amp_dtype=int8", "give float16 or bfloat16"},
+           {"data_config.path=", "data_config.path=: the value is empty"}})
+    refused({word}, why);
   for (const std::string path : {"/absent", "/tmp"})
-    CHECK_THAT(refusal({"--data-path", path}),
-               ContainsSubstring("error: --data-path, data_config.path: '" + path + "' holds no text"));
-  refused("data_config.path=", "the value is empty");
+    refused({"--data-path", path}, "error: --data-path, data_config.path: '" + path + "' holds no text");
 }
 
 TEST_CASE("mingpt says what a snapshot of another model or of other settings means", "[.release]") {
@@ -230,14 +221,14 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   write_settings(folder);
   train(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=1"});
   const std::string snapshot = "trainer_config.snapshot_path=" + (folder / "s.pt").string();
-  const auto refused = [](const Words& more, const std::string& why) {
+  const auto refuses = [](const Words& more, const std::string& why) {
     const Ended ended = run_example(joined({test_program("mingpt")}, more));
     CHECK(ended.code == 2);
     CHECK(count(ended.error, "\n") == 1);
     CHECK_THAT(ended.error, ContainsSubstring(" bytes): " + why));
     CHECK(ended.error.ends_with("; remove it, or set trainer_config.snapshot_path to another file\n"));
   };
-  refused({"--nproc", "1", snapshot}, "it does not fit the model: missing \"blocks.1.ln1.weight\", ");
+  refuses({"--nproc", "1", snapshot}, "it does not fit the model: missing \"blocks.1.ln1.weight\", ");
   // The same characters, in another text of the same length, and in a longer one.
   const TemporaryFolder texts;
   std::string text;
@@ -255,7 +246,7 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   };
   REQUIRE(run_example(joined({test_program("mingpt")}, with(text))).code == 0);
   for (const std::string& other : {reversed, text + text})
-    refused(with(other), "it is of a run on another text, or on another part of it");
+    refuses(with(other), "it is of a run on another text, or on another part of it");
 
   const Ended resumed =
       run_example(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",

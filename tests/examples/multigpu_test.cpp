@@ -17,10 +17,8 @@ namespace {
 // The lines of a run in `folder`, sorted: those of several ranks come in any order.
 std::vector<std::string> lines_of_run(const TemporaryFolder& folder, const std::string& program,
                                       const std::vector<std::string>& arguments) {
-  auto lines =
-      lines_of(out_of(joined({"env", "--chdir", folder.path().string(), test_program(program)}, arguments)));
-  std::sort(lines.begin(), lines.end());
-  return lines;
+  return sorted_lines(
+      out_of(joined({"env", "--chdir", folder.path().string(), test_program(program)}, arguments)));
 }
 
 // Removes the line with the loss, and returns the loss.
@@ -147,6 +145,7 @@ TEST_CASE("the toy regression refuses wrong arguments on one line") {
   }
   refused("ddp_gpus", {"--loss", "l1"}, "--loss");
   refused("multigpu_torchrun", {"5", "1", "--loss", "l1"}, "--loss");
+  refused("multigpu_torchrun", {"1", "0"}, "save_every");
 }
 
 }  // namespace multigpu_test

@@ -187,19 +187,6 @@ TEST_CASE("four processes resume to the bits of an undisturbed run", "[.release]
   check_resumes_at("4");
 }
 
-TEST_CASE("a damaged snapshot and a path that cannot be written are errors that name the file") {
-  const TemporaryFolder folder;
-  folder.write("snapshot.pt", "no archive");
-  const Ended damaged = run(command(folder, four_epochs));
-  CHECK(damaged.code == 2);
-  CHECK_THAT(damaged.error, ContainsSubstring("could not resume from 'snapshot.pt'"));
-  CHECK(lockstep::read_file(folder / "snapshot.pt") == "no archive");
-  const Ended nowhere = run(command(folder, {"1", "1", "--nproc", "2", "--snapshot_path", "absent/s.pt"}));
-  CHECK(nowhere.code == 2);
-  CHECK_THAT(nowhere.error, ContainsSubstring("cannot save to 'absent/s.pt'"));
-  CHECK(run(command(folder, {"1", "0"})).code == 2);
-}
-
 TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snapshot is resumed",
           "[.release]") {
   const TemporaryFolder folder;
@@ -221,8 +208,7 @@ TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snap
   const Ended damaged = finish();
   INFO("damaged: " << damaged.error);
   CHECK(damaged.code == 2);
-  CHECK_THAT(damaged.error, ContainsSubstring("--snapshot_path: could not resume from 'snapshot.pt'"));
-  CHECK_THAT(damaged.error, ContainsSubstring("CRC"));
+  CHECK(damaged.error.starts_with("error: --snapshot_path: could not resume from 'snapshot.pt': "));
   CHECK(count(damaged.error, "\n") == 1);
   CHECK(count(damaged.out, "Epoch") == 0);
   CHECK(lockstep::read_file(folder / "snapshot.pt") == flipped);
@@ -243,8 +229,9 @@ TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snap
   lockstep::torch_save(c10::IValue(theirs), folder / "snapshot.pt");
   const Ended without_epoch = finish();
   CHECK(without_epoch.code == 2);
-  CHECK_THAT(without_epoch.error,
-             ContainsSubstring("could not resume from 'snapshot.pt': it has no EPOCHS_RUN; remove it"));
+  CHECK(without_epoch.error ==
+        "error: --snapshot_path: could not resume from 'snapshot.pt': it has no EPOCHS_RUN; remove it to "
+        "train from scratch\n");
   theirs.insert("EPOCHS_RUN", std::int64_t{1});
   with("", {});
   with("warning: 'snapshot.pt' has no OPTIMIZER_STATE: the momentum starts from zero\n",

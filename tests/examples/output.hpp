@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -44,9 +45,10 @@ inline std::string refusal_of(const std::vector<std::string>& command, const Var
   return ended.error;
 }
 
+/// Checks that a command is refused so, and why.
 inline void check_refused(const std::vector<std::string>& command, const std::string& why,
-                          const Variables& variables = {}) {
-  CHECK_THAT(refusal_of(command, variables), ContainsSubstring(why));
+                          const Variables& variables = {}, const std::string& before = "") {
+  CHECK_THAT(refusal_of(command, variables, before), ContainsSubstring(why));
 }
 
 inline std::vector<std::string> joined(std::vector<std::string> words, const std::vector<std::string>& more) {
@@ -66,6 +68,13 @@ inline std::vector<std::string> lines_of(const std::string& text) {
   std::istringstream stream(text);
   std::vector<std::string> lines;
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+/// For output of several ranks, whose lines come in any order.
+inline std::vector<std::string> sorted_lines(const std::string& text) {
+  auto lines = lines_of(text);
+  std::sort(lines.begin(), lines.end());
   return lines;
 }
 
