@@ -86,7 +86,7 @@ void check_resumes(const Make& make, std::int64_t saved_step) {
   const fs::path inside_epoch = folder / "inside-epoch", epoch_end = folder / "epoch-end";
   const auto data = samples_for(world);
   const auto average_of = [](auto& trainer) {
-    return lockstep::MovingAverage(lockstep::detail::module_of(trainer.model()), {.decay = 0.9});
+    return lockstep::MovingAverage(*trainer.model(), {.decay = 0.9});
   };
   const auto finish = [&](auto& trainer, auto& average, auto&&... hooks) -> Outcome {
     const auto report = trainer.fit(data, loss, lockstep::OnStep{[&](const auto& step) {
@@ -100,8 +100,7 @@ void check_resumes(const Make& make, std::int64_t saved_step) {
     std::string averages;
     for (const auto& tensor : average.tensors())
       averages.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
-    return {bytes_of(lockstep::detail::module_of(trainer.model())), report.loss, averages, trainer.epoch(),
-            trainer.step()};
+    return {bytes_of(*trainer.model()), report.loss, averages, trainer.epoch(), trainer.step()};
   };
 
   auto whole = make();
@@ -160,14 +159,14 @@ const auto torch_adam = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> pa
   return std::make_unique<torch::optim::Adam>(std::move(parameters), torch::optim::AdamOptions(0.01));
 }};
 
-template <class Check>
-std::string error_of(const Check& check) {
-  try {
-    check();
-  } catch (const lockstep::Error& error) {
-    return error.what();
-  }
-  return "";
+std::string error_of(const auto& check) {
+  return text_of<lockstep::Error>(check);
+}
+
+/// Checks that each rank is told the same, with these words.
+void told(lockstep::GlooComm& comm, const std::string& said, const std::string& words) {
+  CHECK_THAT(said, ContainsSubstring(words));
+  for (const auto& other : comm.all_gather_bytes(said)) CHECK(other == said);
 }
 
 }  // namespace
@@ -246,8 +245,7 @@ TEST_CASE("a part of each rank's own comes back on its rank, and a resumed epoch
              }});
   auto resumed = make();
   own.value = common.value = 0;
-  CHECK_THROWS_WITH(resumed.load_checkpoint(folder / "run", common),
-                    ContainsSubstring("has 1 parts of each"));
+  CHECK_THROWS_AS(resumed.load_checkpoint(folder / "run", common), lockstep::CheckpointError);
   resumed.load_checkpoint(folder / "run", common, lockstep::PerRank{own});
   CHECK(own.value == 100 + world.rank());
   CHECK(common.value == 7);
@@ -261,8 +259,8 @@ TEST_CASE("a part of each rank's own comes back on its rank, and a resumed epoch
   auto first = whole.new_group({0});
   if (!first) return;
   lockstep::Trainer alone{world, three_epochs(), DropNet(), std::move(*first)};
-  CHECK_THROWS_WITH(alone.load_checkpoint(folder / "run", common, lockstep::PerRank{own}),
-                    ContainsSubstring(fmt::format("on {} ranks, and this run has 1", world.size())));
+  CHECK_THROWS_AS(alone.load_checkpoint(folder / "run", common, lockstep::PerRank{own}),
+                  lockstep::CheckpointError);
 }
 
 TEST_CASE("one process goes on in the order of Python's RandomSampler", "[alone]") {
@@ -384,11 +382,7 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
                }});
   auto& comm = trainer->comm();
   const auto before = bytes_of(*trainer->model());
-  const auto refused = [&](const auto& check, const std::string& text) {
-    const std::string error = error_of(check);
-    CHECK_THAT(error, ContainsSubstring(text));
-    for (const auto& other : comm.all_gather_bytes(error)) CHECK(other == error);
-  };
+  const auto refused = [&](const auto& check, const std::string& text) { told(comm, error_of(check), text); };
   const auto cut = [&](std::uintmax_t bytes) {
     comm.barrier();
     if (world.rank() == 0) fs::resize_file(file, bytes);
@@ -464,7 +458,7 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
         auto trainer = make();
         for (int i = 0; i < fits; ++i) trainer->fit(data, loss);
         if (!error.empty())
-          CHECK_THAT(error_of([&] { trainer->load_checkpoint(file, unloadable); }), ContainsSubstring(error));
+          told(trainer->comm(), error_of([&] { trainer->load_checkpoint(file, unloadable); }), error);
         CHECK(trainer->step() == 2 * fits);
         trainer->fit(data, loss);
         return bytes_of(*trainer->model());
@@ -505,7 +499,7 @@ TEST_CASE("states of LibTorch's RMSprop and Adagrad that do not fit are refused"
     other->load_checkpoint(file);
     spoil(*trainer->optimizer().state().at(trainer->model()->parameters()[0].unsafeGetTensorImpl()));
     trainer->save_checkpoint(file);
-    CHECK_THAT(error_of([&] { other->load_checkpoint(file); }), ContainsSubstring(what));
+    told(other->comm(), error_of([&] { other->load_checkpoint(file); }), what);
   };
   using torch::optim::RMSpropParamState;
   const auto rmsprop = [](std::vector<torch::Tensor> p) {
@@ -589,21 +583,20 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   Part part;
   trainer.save_checkpoint(file, part);
   part.bad = culprit;
-  const auto told = [&](const std::string& text, const std::string& said) {
-    CHECK_THAT(said, ContainsSubstring(text));
-    for (const auto& other : trainer.comm().all_gather_bytes(said)) CHECK(other == said);
+  const auto refused = [&](const char* words, const auto& act) {
+    told(trainer.comm(), text_of<lockstep::CheckpointError>(act), words);
   };
-  told("no such length", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
+  refused("no such length", [&] { trainer.load_checkpoint(file, part); });
   part.bad = false;
   trainer.load_checkpoint(file, part);
   trainer.ddp().hook().function().bad = culprit;
-  told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.save_checkpoint(file, part); }));
+  refused("no such state", [&] { trainer.save_checkpoint(file, part); });
   {
     const torch::NoGradGuard no_grad;
     trainer.model()->parameters()[0].add_(1);
   }
   const auto before = bytes_of(*trainer.model());
-  told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
+  refused("no such state", [&] { trainer.load_checkpoint(file, part); });
   CHECK(bytes_of(*trainer.model()) == before);
 
   // The state of the wrapper: its buckets, and how many backwards there were.
@@ -613,7 +606,7 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   lockstep::Trainer other(world, {.steps = 1, .progress = false}, std::in_place_type<TinyNet>, hook);
   other.ddp().hook().function().refuses = culprit;
   const std::string state = lockstep::pickle_state(other.ddp().state());
-  told("no such state", text_of<lockstep::CheckpointError>([&] { other.load_checkpoint(file, part); }));
+  refused("no such state", [&] { other.load_checkpoint(file, part); });
   CHECK(lockstep::pickle_state(other.ddp().state()) == state);
 }
 

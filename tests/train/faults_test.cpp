@@ -22,22 +22,22 @@ std::string line_of(const std::string& text, const std::string& begin) {
 
 TEST_CASE("what one rank throws where the others wait for it is told to all") {
   struct Case {
-    std::string mode, cause, told;
+    std::string mode, told = "a file is gone";
   };
   const std::vector<Case> cases{
-      {"data", "a file is gone", "a file is gone"},
-      {"loss", "a file is gone", "a file is gone"},
-      {"metric", "a file is gone", "a file is gone"},
-      {"test data", "a file is gone", "a file is gone"},
-      {"step", "a file is gone", "a file is gone"},
-      {"gradients", "a file is gone", "a file is gone"},
-      {"schedule", "a file is gone", "a file is gone"},
-      {"optimizer", "a file is gone", "a file is gone"},
-      {"nothing", "the loss is nan over a count of 0", "the loss is nan over a count of 0"},
-      {"first bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket 1 of "},
-      {"last bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket "},
-      {"wait", "no room to unpack", "the communication hook 'tight' threw: no room to unpack"},
-      {"shard", "is sparse", "the step of the optimizer inside a ZeroRedundancyOptimizer threw"},
+      {"data"},
+      {"loss"},
+      {"metric"},
+      {"test data"},
+      {"step"},
+      {"gradients"},
+      {"schedule"},
+      {"optimizer"},
+      {"nothing", "the loss is nan over a count of 0"},
+      {"first bucket", "the communication hook 'roomy' threw for bucket 1 of "},
+      {"last bucket", "the communication hook 'roomy' threw for bucket "},
+      {"wait", "the communication hook 'tight' threw: no room to unpack"},
+      {"shard", "the step of the optimizer inside a ZeroRedundancyOptimizer threw"},
   };
   // Some at once: most of the time they wait.
   constexpr std::size_t at_once = 5;
@@ -50,10 +50,9 @@ TEST_CASE("what one rank throws where the others wait for it is told to all") {
     REQUIRE(processes[i]->wait(std::chrono::seconds(120)));
     const std::string out = processes[i]->out(), error = processes[i]->error();
     CAPTURE(cases[i].mode, out, error);
-    CHECK_THAT(out, ContainsSubstring("rank 1 soon: ") && ContainsSubstring(cases[i].cause));
-    for (const std::string rank : {"0", "2"})
-      CHECK_THAT(line_of(out, "rank " + rank + " soon: "),
-                 ContainsSubstring("rank 1 failed first: " + cases[i].told));
+    CHECK(!line_of(out, "rank 1 soon: error: ").empty());
+    for (const char* others : {"rank 0 soon: consequence of ", "rank 2 soon: consequence of "})
+      CHECK_THAT(line_of(out, others), ContainsSubstring("rank 1 failed first: " + cases[i].told));
     CHECK(lockstep_test::processes_left(processes[i]->marker()) == 0);
   }
 }

@@ -82,7 +82,7 @@ TEST_CASE("a mean loss is over the targets that are not ignored") {
   lockstep::MeanMeter meter;
   const auto add = [&](std::int64_t begin, std::int64_t end) {
     const lockstep::Example batch{output.slice(0, begin, end), target.slice(0, begin, end)};
-    lockstep::detail::add_to(meter, lockstep::CrossEntropy{}(output.slice(0, begin, end), batch), batch);
+    meter.add(lockstep::CrossEntropy{}(output.slice(0, begin, end), batch));
   };
   add(0, 2);
   add(2, 5);

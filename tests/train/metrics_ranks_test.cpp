@@ -31,6 +31,10 @@ struct PerClassAccuracy {
   [[nodiscard]] torch::Tensor compute(const torch::Tensor& sums) const { return sums[0] / sums[1]; }
 };
 
+void says(const std::string& text, const std::string& words) {
+  CHECK_THAT(text, ContainsSubstring(words));
+}
+
 // A trained model whose accuracy differs between the classes.
 auto trained() {
   auto trainer = std::make_unique<lockstep::Trainer<TinyNet>>(
@@ -110,23 +114,20 @@ TEST_CASE("sums of unequal shapes, and sums of nothing, are an error on every ra
     }
     double compute(const torch::Tensor&) const { return 0; }
   };
-  const auto shared = [&](const std::string& text) {
+  const auto shared = [&](const std::string& text, const std::string& words) {
+    says(text, words);
     for (const auto& other : trainer->comm().all_gather_bytes(text)) CHECK(other == text);
-    return text;
   };
-  CHECK_THAT(shared(text_of<lockstep::DataError>(
-                 [&] { trainer->evaluate(three_classes(world.size() * 6), Ragged{2}); })),
-             ContainsSubstring("return a tensor of the same shape for every batch"));
+  shared(text_of<lockstep::DataError>([&] { trainer->evaluate(three_classes(world.size() * 6), Ragged{2}); }),
+         "return a tensor of the same shape for every batch");
   if (world.size() > 1)
-    CHECK_THAT(shared(text_of<lockstep::MismatchError>([&] {
-                 trainer->evaluate(three_classes(world.size()),
-                                   Ragged{world.rank() == world.size() - 1 ? 5 : 4});
-               })),
-               ContainsSubstring("on rank 0 and of") &&
-                   ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
+    shared(text_of<lockstep::MismatchError>([&] {
+             trainer->evaluate(three_classes(world.size()), Ragged{world.rank() == world.size() - 1 ? 5 : 4});
+           }),
+           fmt::format("on rank {}", world.size() - 1));
   const lockstep::TensorDataset empty{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)};
-  CHECK_THAT(shared(text_of<lockstep::DataError>([&] { trainer->evaluate(empty, PerClassAccuracy{3}); })),
-             ContainsSubstring("the dataset has no samples"));
+  shared(text_of<lockstep::DataError>([&] { trainer->evaluate(empty, PerClassAccuracy{3}); }),
+         "the dataset has no samples");
   CHECK(std::isfinite(trainer->evaluate(three_classes(8), lockstep::Accuracy{})));
 }
 
@@ -167,8 +168,7 @@ TEST_CASE("values of each sample arrive on every rank in the dataset's order, ea
   const auto a_mean = [&](const torch::Tensor& output, const lockstep::Example&) {
     return number(output.mean());
   };
-  CHECK_THAT(text_of<lockstep::DataError>([&] { trainer->evaluate(three_classes(40), a_mean); }),
-             ContainsSubstring("first dimension counts the samples"));
+  CHECK_THROWS_AS(trainer->evaluate(three_classes(40), a_mean), lockstep::DataError);
 }
 
 TEST_CASE("what cannot be restored at the end of an evaluation is warned of") {
@@ -178,15 +178,15 @@ TEST_CASE("what cannot be restored at the end of an evaluation is warned of") {
       Module::train(on);
     }
   } stubborn;
-  CHECK_THAT(written(2, [&] { const lockstep::EvaluationMode mode(stubborn); }),
-             ContainsSubstring("a module's training mode could not be restored"));
+  says(written(2, [&] { const lockstep::EvaluationMode mode(stubborn); }),
+       "a module's training mode could not be restored");
   torch::nn::BatchNorm1d norm(2);
-  CHECK_THAT(written(2,
-                     [&] {
-                       const lockstep::BufferSnapshot kept(*norm);
-                       norm->running_mean.resize_({3});
-                     }),
-             ContainsSubstring("a buffer of the module could not be restored"));
+  says(written(2,
+               [&] {
+                 const lockstep::BufferSnapshot kept(*norm);
+                 norm->running_mean.resize_({3});
+               }),
+       "a buffer of the module could not be restored");
 }
 
 }  // namespace metrics_ranks_test

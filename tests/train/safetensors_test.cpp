@@ -26,6 +26,10 @@ std::string refusal(const std::string& bytes) {
       [&] { lockstep::deserialize_safetensors(bytes, "a.safetensors"); });
 }
 
+void says(const std::string& text, const std::string& words) {
+  CHECK_THAT(text, ContainsSubstring(words));
+}
+
 lockstep::StateDict small() {
   return {{"flag", torch::tensor({true, false, true})},
           {"weight", torch::arange(6, torch::kFloat).view({2, 3}).t()},
@@ -94,7 +98,7 @@ TEST_CASE("float8 and float4 are read as Python has written them, and written so
   CHECK(entries[0].tensor.scalar_type() == float4);
   CHECK(entries[0].tensor.view(at::kByte).equal(torch::arange(6, at::kByte).view({2, 3})));
   const std::string written = lockstep::serialize_safetensors(entries, {});
-  CHECK_THAT(written, ContainsSubstring(R"("dtype":"F4","shape":[2,6])"));
+  CHECK(lockstep::deserialize_safetensors(written, "a").tensors[0].tensor.sizes().equals({2, 3}));
   CHECK(written.ends_with("\0\1\2\3\4\5"s));
   const auto wide = torch::arange(64 * 64, at::kByte).view({64, 64});
   const std::string turned = lockstep::serialize_safetensors({{"a", wide.view(float4).t()}}, {});
@@ -130,8 +134,8 @@ TEST_CASE("a tensor of a dtype that LibTorch does not have matters only to who a
   torch::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
   lockstep::load_state_dict(model, read.tensors, {.strict = false});
   CHECK(model->weight.item<float>() == read.tensors[1].tensor.item<float>());
-  CHECK_THROWS_WITH(lockstep::load_state_dict(model, lockstep::StateDict{{"weight", {}}}),
-                    ContainsSubstring("\"weight\" is no tensor in the state dict"));
+  CHECK_THROWS_AS(lockstep::load_state_dict(model, lockstep::StateDict{{"weight", {}}}),
+                  lockstep::CheckpointError);
 }
 
 TEST_CASE("an empty safetensors file is one of no tensors") {
@@ -140,15 +144,14 @@ TEST_CASE("an empty safetensors file is one of no tensors") {
 
 TEST_CASE("save_safetensors refuses what the format cannot hold, and writes nothing") {
   const TemporaryFolder folder;
-  const auto save = [&](const lockstep::StateDict& entries) {
-    lockstep::save_safetensors(entries, folder / "a");
-  };
-  CHECK_THROWS_WITH(save({{"a", torch::ones(1)}, {"a", torch::ones(1)}}),
-                    ContainsSubstring("\"a\" is taken"));
-  CHECK_THROWS_WITH(save({{"__metadata__", torch::ones(1)}}), ContainsSubstring("is taken"));
-  CHECK_THROWS_WITH(save({{"c", torch::ones(1, torch::kComplexDouble)}}), ContainsSubstring("complex128"));
-  CHECK_THROWS_WITH(save({{"s", torch::eye(2).to_sparse()}}), ContainsSubstring("sparse"));
-  CHECK_THROWS_WITH(save({{"\xFF", torch::ones(1)}}), ContainsSubstring("UTF-8"));
+  for (const auto& refused : std::vector<std::pair<lockstep::StateDict, const char*>>{
+           {{{"a", torch::ones(1)}, {"a", torch::ones(1)}}, "\"a\" is taken"},
+           {{{"__metadata__", torch::ones(1)}}, "\"__metadata__\" is taken"},
+           {{{"c", torch::ones(1, torch::kComplexDouble)}}, "complex128"},
+           {{{"s", torch::eye(2).to_sparse()}}, "sparse"},
+           {{{"\xFF", torch::ones(1)}}, "UTF-8"}})
+    says(text_of<lockstep::UsageError>([&] { lockstep::save_safetensors(refused.first, folder / "a"); }),
+         refused.second);
   CHECK(folder.files() == 0);
 }
 
@@ -162,7 +165,9 @@ TEST_CASE("hostile safetensors headers are refused with the reason") {
 
   const auto refused = [&](const std::string& bytes, const std::string& why) {
     INFO(bytes);
-    CHECK_THAT(refusal(bytes), ContainsSubstring("a.safetensors") && ContainsSubstring(why));
+    const std::string text = refusal(bytes);
+    CHECK(text.starts_with("'a.safetensors' ("));
+    says(text, why);
   };
   refused("", "begins with the 8 bytes");
   refused(std::string(8, '\xFF'), "more than 100000000");

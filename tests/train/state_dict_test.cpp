@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 #include <cstdint>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,7 +12,6 @@
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/catch.hpp"
@@ -30,9 +30,13 @@ std::vector<std::string> names_of(const lockstep::StateDict& entries) {
   return names;
 }
 
-std::string refusal(TinyNet& model, const lockstep::StateDict& entries, bool strict = true) {
-  return text_of<lockstep::CheckpointError>(
-      [&] { lockstep::load_state_dict(model, entries, {.strict = strict}); });
+void says(const std::string& text, const std::vector<std::string>& words) {
+  for (const std::string& each : words) CHECK_THAT(text, ContainsSubstring(each));
+}
+
+template <class Error = lockstep::CheckpointError, class Act>
+void refuses(Act&& act, const std::vector<std::string>& words) {
+  says(text_of<Error>(act), words);
 }
 
 bool equal(const lockstep::StateDict& a, const lockstep::StateDict& b) {
@@ -54,9 +58,8 @@ std::string file_of(const std::string& pickle, const std::string& storage = std:
   return bytes;
 }
 
-std::string pickle_refusal(const std::string& pickle) {
-  return text_of<lockstep::CheckpointError>(
-      [&] { lockstep::unpickle_state(file_of(std::string("\x80\x02", 2) + pickle), "a.pt"); });
+c10::IValue read(const std::string& pickle) {
+  return lockstep::unpickle_state(file_of("\x80\x02" + pickle), "a.pt");
 }
 
 // The pickle of a float tensor with that offset, shape and strides.
@@ -122,8 +125,7 @@ TEST_CASE("load_state_dict accepts module. if all names have it, and converts dt
   CHECK(torch::equal(model->last->bias.detach(), entries[8].tensor.to(torch::kFloat)));
 
   entries[3].name = "norm.bias";  // not all: Python refuses this one, too
-  CHECK_THAT(refusal(model, entries), ContainsSubstring("missing \"hidden.weight\"") &&
-                                          ContainsSubstring("unexpected \"module.hidden.weight\""));
+  CHECK_THROWS_AS(lockstep::load_state_dict(model, entries), lockstep::CheckpointError);
 }
 
 TEST_CASE("a model whose only child is called module is loaded from its own names and from Python's DDP") {
@@ -140,8 +142,8 @@ TEST_CASE("a model whose only child is called module is loaded from its own name
   OnlyChild model;
   auto entries = lockstep::state_dict(saved, "module.");
   entries[1].name = "module.module.other";
-  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { lockstep::load_state_dict(model, entries); }),
-             ContainsSubstring("unexpected \"module.module.weight\", \"module.module.other\""));
+  CHECK(lockstep::load_state_dict(model, entries, {.strict = false}).unexpected_keys ==
+        std::vector<std::string>{"module.module.weight", "module.module.other"});
 }
 
 TEST_CASE("missing, unexpected and misshapen entries are refused together, and the model is unchanged") {
@@ -155,14 +157,14 @@ TEST_CASE("missing, unexpected and misshapen entries are refused together, and t
   entries.push_back({"more.bias", torch::ones({1})});
   entries[4].tensor = torch::ones({9});                        // norm.running_var
   entries[6].tensor = torch::ones({3, 8}, at::kComplexFloat);  // last.weight
-  CHECK_THAT(refusal(model, entries),
-             ContainsSubstring("missing \"hidden.weight\", \"last.bias\"") &&
-                 ContainsSubstring("unexpected \"more.weight\", \"more.bias\"") &&
-                 ContainsSubstring("\"norm.running_var\" is [9] float32 in the state dict and [8] float32") &&
-                 ContainsSubstring("\"last.weight\" is [3, 8] complex64"));
+  const auto refused = [&](bool strict, const std::string& words) {
+    refuses([&] { lockstep::load_state_dict(model, entries, {.strict = strict}); }, {words});
+  };
+  refused(true, R"(: missing "hidden.weight", "last.bias"; unexpected "more.weight", "more.bias"; )"
+                R"("norm.running_var" is [9] float32 in the state dict and [8] float32 in the model; )"
+                R"("last.weight" is [3, 8] complex64)");
   CHECK(torch::equal(model->norm->weight, before));
-  CHECK_THAT(refusal(model, entries, /*strict=*/false),
-             ContainsSubstring("norm.running_var") && !ContainsSubstring("more.weight"));
+  refused(false, R"(does not fit the model: "norm.running_var" is )");
 
   entries = lockstep::state_dict(saved);
   entries.erase(entries.begin());
@@ -172,7 +174,7 @@ TEST_CASE("missing, unexpected and misshapen entries are refused together, and t
   CHECK(keys.unexpected_keys == std::vector<std::string>{"more"});
 
   entries.back().name = entries.front().name;
-  CHECK_THAT(refusal(model, entries, /*strict=*/false), ContainsSubstring("given twice \"hidden.bias\""));
+  refused(false, R"(given twice "hidden.bias")");
 }
 
 TEST_CASE("an optimizer's state dict restores it in another, of lockstep or of LibTorch") {
@@ -227,21 +229,23 @@ TEST_CASE("an optimizer's dict that does not fit is refused with all reasons, an
   lockstep::SGD sgd(model->parameters(), {.momentum = 0.9});
   step(model, adam);
   step(model, sgd);
-  const auto refused = [](auto& optimizer, const c10::IValue& dict) {
-    return text_of<lockstep::CheckpointError>([&] { lockstep::load_state_dict(optimizer, dict); });
+  const auto refused = [](auto& optimizer, const c10::IValue& dict, const std::vector<std::string>& words) {
+    refuses([&] { lockstep::load_state_dict(optimizer, dict); }, words);
   };
   const auto saved = [&](auto& optimizer) {  // a copy that can be changed
     return lockstep::unpickle_state(lockstep::pickle_state(lockstep::state_dict(optimizer)), "a");
   };
-  CHECK_THAT(refused(adam, lockstep::state_dict(sgd)),
-             ContainsSubstring("missing \"betas\", \"eps\"") &&
-                 ContainsSubstring("unexpected \"momentum\", \"dampening\", \"nesterov\""));
+  // The faults of another optimizer's states would be noise.
+  CHECK(text_of<lockstep::CheckpointError>(
+            [&] { lockstep::load_state_dict(adam, lockstep::state_dict(sgd)); }) ==
+        "the state dict does not fit the optimizer: the options of group 0: missing \"betas\", \"eps\"; "
+        "unexpected \"momentum\", \"dampening\", \"nesterov\"; load it into an optimizer of the same "
+        "type, over the same parameters and groups");
   lockstep::AdamW adamw(model->parameters());
-  CHECK_THAT(refused(adamw, lockstep::state_dict(adam)), ContainsSubstring("group 0 is of Adam;"));
-  CHECK_THAT(refused(adam, 3), ContainsSubstring("no state dict of an optimizer"));
+  refused(adamw, lockstep::state_dict(adam), {"group 0 is of Adam;"});
+  refused(adam, 3, {"no state dict of an optimizer"});
   lockstep::SGD fewer({model->hidden->weight});
-  CHECK_THAT(refused(fewer, lockstep::state_dict(sgd)),
-             ContainsSubstring("group 0 has 6 parameters, the optimizer's 1"));
+  refused(fewer, lockstep::state_dict(sgd), {"group 0 has 6 parameters, the optimizer's 1"});
 
   auto dict = saved(adam);
   auto states = dict.toGenericDict().at("state").toGenericDict();
@@ -250,27 +254,12 @@ TEST_CASE("an optimizer's dict that does not fit is refused with all reasons, an
   states.at(std::int64_t{2}).toGenericDict().insert("more", torch::ones({3}));
   states.at(std::int64_t{3}).toGenericDict().insert_or_assign("step", -1.0);
   states.insert(std::int64_t{9}, states.at(std::int64_t{4}));
-  const auto before = lockstep::pickle_state(lockstep::state_dict(adam));
-  CHECK_THAT(refused(adam, dict),
-             ContainsSubstring("exp_avg of state 0 is [3] float32, the parameter [8, 6] float32") &&
-                 ContainsSubstring("state 1: missing \"exp_avg_sq\"") &&
-                 ContainsSubstring("state 2: unexpected \"more\"") &&
-                 ContainsSubstring("step of state 3 is no count") &&
-                 ContainsSubstring("state 9 is of no parameter"));
-  dict = saved(adam);
   dict.toGenericDict().at("param_groups").toList().get(0).toGenericDict().insert_or_assign("lr", -1.0);
-  CHECK_THAT(refused(adam, dict), ContainsSubstring("lr = -1"));
-  // The faults of the states are told with those of the groups.
-  dict.toGenericDict()
-      .at("state")
-      .toGenericDict()
-      .at(std::int64_t{3})
-      .toGenericDict()
-      .insert_or_assign("step", -1.0);
-  CHECK_THAT(refused(adam, dict),
-             ContainsSubstring("lr = -1") && ContainsSubstring("step of state 3 is no count"));
-  // Those of another optimizer would be noise.
-  CHECK_THAT(refused(adam, lockstep::state_dict(sgd)), !ContainsSubstring("state 0"));
+  const auto before = lockstep::pickle_state(lockstep::state_dict(adam));
+  refused(adam, dict,
+          {"lr = -1", "exp_avg of state 0 is [3] float32, the parameter [8, 6] float32",
+           "state 1: missing \"exp_avg_sq\"", "state 2: unexpected \"more\"", "step of state 3 is no count",
+           "state 9 is of no parameter"});
   CHECK(lockstep::pickle_state(lockstep::state_dict(adam)) == before);
 
   torch::optim::Adagrad other(model->parameters());
@@ -302,9 +291,9 @@ TEST_CASE("a trained parameter without a state among others that have one is war
   CHECK(load(file).empty());
   (void)states.erase(std::int64_t{1});
   (void)states.erase(std::int64_t{3});
-  CHECK_THAT(load(file), ContainsSubstring("other.pt: the optimizer's state dict has no state of " + names));
-  CHECK_THAT(written(2, [&] { lockstep::load_state_dict(trainer.optimizer(), optimizer); }),
-             ContainsSubstring("has no state of \"parameter 1, [8] float32\", \"parameter 3, "));
+  says(load(file), {"other.pt: the optimizer's state dict has no state of " + names});
+  says(written(2, [&] { lockstep::load_state_dict(trainer.optimizer(), optimizer); }),
+       {"has no state of \"parameter 1, [8] float32\", \"parameter 3, "});
   // A frozen parameter, and an optimizer that has made no step, need none.
   lockstep::unique_parameters(*trainer.model())[1].tensor.requires_grad_(false);
   lockstep::unique_parameters(*trainer.model())[3].tensor.requires_grad_(false);
@@ -312,28 +301,6 @@ TEST_CASE("a trained parameter without a state among others that have one is war
   lockstep::unique_parameters(*trainer.model())[1].tensor.requires_grad_(true);
   states.clear();
   CHECK(load(file).empty());
-}
-
-TEST_CASE("a trainer's checkpoint becomes the state dicts of the run that saved it") {
-  const TemporaryFolder folder;
-  const auto world = lockstep::World::from_environment();
-  const auto dicts = [](auto& trainer) {
-    return lockstep::pickle_state(lockstep::dict_of(lockstep::state_dict(trainer.model()))) +
-           lockstep::pickle_state(lockstep::state_dict(trainer.optimizer()));
-  };
-  const lockstep::MakeOptimizer make{[](std::vector<at::Tensor> parameters) {
-    return lockstep::SGD(std::move(parameters), {.lr = 0.1, .momentum = 0.9});
-  }};
-  const auto trainer_of = [&](TinyNet model) {
-    return lockstep::Trainer{
-        world, {.epochs = 2, .batch_size = 8}, std::move(model), lockstep::LocalComm(world), make};
-  };
-  auto saved = trainer_of(TinyNet()), loaded = trainer_of(TinyNet());
-  saved.fit(three_classes(40), cross_entropy_of);
-  saved.save_checkpoint(folder / "run.ckpt");
-  CHECK(dicts(saved) != dicts(loaded));
-  loaded.load_checkpoint(folder / "run.ckpt");
-  CHECK(dicts(saved) == dicts(loaded));
 }
 
 TEST_CASE("a trainer's file of state dicts holds the run, and one without a part is refused") {
@@ -368,43 +335,35 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
   CHECK(loaded.step() == 10);
 
   const auto file = lockstep::torch_load(folder / "run.pt").toGenericDict();
-  const auto refused = [&](const char* key, const c10::IValue& value) {
-    auto other = file.copy();
+  const auto other = folder / "other.pt";
+  const auto refused = [&](const char* key, const c10::IValue& value, const char* words) {
+    auto changed = file.copy();
     if (value.isNone())
-      static_cast<void>(other.erase(key));
+      static_cast<void>(changed.erase(key));
     else
-      other.insert_or_assign(key, value);
-    lockstep::torch_save(c10::IValue(other), folder / "other.pt");
+      changed.insert_or_assign(key, value);
+    lockstep::torch_save(c10::IValue(changed), other);
     auto trainer = trainer_of(32);
-    const auto text =
-        text_of<lockstep::CheckpointError>([&] { trainer.load_state_dict(folder / "other.pt"); });
+    refuses([&] { trainer.load_state_dict(other); }, {words});
     CHECK(trainer.step() == 0);
-    return text;
   };
-  CHECK_THAT(refused("optimizer", {}),
-             ContainsSubstring("other.pt has no entry \"optimizer\": save {\"model\": "));
+  refused("optimizer", {}, "other.pt has no entry \"optimizer\": save {\"model\": ");
   for (const c10::IValue& step : {c10::IValue(1.5), c10::IValue(-1), c10::IValue(std::int64_t{1} << 62)})
-    CHECK_THAT(refused("step", step), ContainsSubstring("an entry \"step\" that is no count"));
-  CHECK_THAT(refused("model", file.at("scaler")), ContainsSubstring("no tensors: "));
-  CHECK_THAT(refused("scaler", file.at("model")), ContainsSubstring("GradScaler has no float \"scale\""));
+    refused("step", step, "an entry \"step\" that is no count");
+  refused("model", file.at("scaler"), "no tensors: ");
+  refused("scaler", file.at("model"), "GradScaler has no float \"scale\"");
   auto both = file.copy();
   both.insert_or_assign("model", lockstep::dict_of(lockstep::StateDict()));
   auto no_groups = file.at("optimizer").toGenericDict().copy();
   no_groups.insert_or_assign("param_groups", c10::impl::GenericList(c10::AnyType::get()));
   both.insert_or_assign("optimizer", no_groups);
-  lockstep::torch_save(c10::IValue(both), folder / "both.pt");
-  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "both.pt"); }),
-             ContainsSubstring("missing \"hidden.weight\"") &&
-                 ContainsSubstring("it has 0 parameter groups, the optimizer 1"));
-  const auto refused_alone = [&](const c10::IValue& value) {
-    lockstep::torch_save(value, folder / "alone.pt");
-    return text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "alone.pt"); });
-  };
-  CHECK_THAT(refused_alone(file.at("model")),
-             ContainsSubstring("alone.pt has no entry \"model\" and \"optimizer\": save"));
-  lockstep::torch_save(c10::IValue("text"), folder / "text.pt");
-  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "text.pt"); }),
-             ContainsSubstring("text.pt holds no dict"));
+  for (const auto& [value, words] : std::vector<std::pair<c10::IValue, std::vector<std::string>>>{
+           {both, {"missing \"hidden.weight\"", "it has 0 parameter groups, the optimizer 1"}},
+           {file.at("model"), {"has no entry \"model\" and \"optimizer\": save"}},
+           {"text", {"other.pt holds no dict"}}}) {
+    lockstep::torch_save(value, other);
+    refuses([&] { loaded.load_state_dict(other); }, words);
+  }
 }
 
 TEST_CASE("torch_save writes values of each kind, and names what it cannot write") {
@@ -428,18 +387,15 @@ TEST_CASE("torch_save writes values of each kind, and names what it cannot write
   CHECK(read.at("none").isNone());
   CHECK(read.at("flag").toBool());
 
-  const auto refused = [&](c10::IValue value) {
-    dict.insert_or_assign("bad", std::move(value));
-    return text_of<lockstep::UsageError>([&] { lockstep::pickle_state(dict); });
+  const auto refused = [&](const c10::IValue& value, const char* words) {
+    dict.insert_or_assign("bad", value);
+    refuses<lockstep::UsageError>([&] { lockstep::pickle_state(dict); }, {words});
   };
-  CHECK_THAT(refused(torch::eye(2).to_sparse()),
-             ContainsSubstring("the value of ['bad'] is a tensor that is sparse"));
-  CHECK_THAT(refused(c10::complex<double>(1, 2)), ContainsSubstring("of type ComplexDouble"));
+  refused(torch::eye(2).to_sparse(), "the value of ['bad'] is a tensor that is sparse");
+  refused(c10::complex<double>(1, 2), "of type ComplexDouble");
   auto cycle = dict.copy();
-  dict.insert_or_assign("bad", cycle);
   cycle.insert_or_assign("bad", dict);
-  CHECK_THAT(text_of<lockstep::UsageError>([&] { lockstep::pickle_state(dict); }),
-             ContainsSubstring("nested more than 64 deep"));
+  refused(cycle, "nested more than 64 deep");
   cycle.clear();
 }
 
@@ -468,15 +424,12 @@ TEST_CASE("an entry that nobody asks for is read or skipped, and one that is ref
   }
   CHECK(read("ccollections\nOrderedDict\n)R}U\x04noteK\x01sb").toGenericDict().empty());  // an attribute
   CHECK(read("U\x02hi").toStringRef() == "hi");
-  CHECK_THROWS_WITH(
-      lockstep::unpickle_state(file(")" + std::string(70, '\x85')), "a.pt"),
-      ContainsSubstring("in ['lr_scheduler']['milestones']: its values are nested more than 64"));
-  CHECK_THROWS_WITH(
-      lockstep::unpickle_state(file(")" + std::string(63, '\x85')), "a.pt"),
-      ContainsSubstring("in ['lr_scheduler']['milestones']: its values are nested more than 64"));
-  CHECK_THROWS_WITH(
-      lockstep::unpickle_state(file("cargparse\nNamespace\n)\x81}b"), "a.pt"),
-      ContainsSubstring("in ['lr_scheduler']['milestones']: it holds an object of 'argparse.Namespace'"));
+  const std::string at_key = "in ['lr_scheduler']['milestones']: ";
+  for (const auto& refused : std::vector<std::pair<std::string, std::string>>{
+           {")" + std::string(70, '\x85'), "its values are nested more than 64"},
+           {")" + std::string(63, '\x85'), "its values are nested more than 64"},
+           {"cargparse\nNamespace\n)\x81}b", "it holds an object of 'argparse.Namespace'"}})
+    refuses([&] { lockstep::unpickle_state(file(refused.first), "a.pt"); }, {at_key + refused.second});
   // A list that is there twice.
   const auto twice = lockstep::unpickle_state(file_of(std::string("\x80\x02", 2) + "}(" + text("a") +
                                                       "]q\x01K\x05"
@@ -497,57 +450,55 @@ TEST_CASE("a state dict from before num_batches_tracked loads, and keeps the mod
   CHECK(torch::equal(model->last->weight, saved->last->weight));
   // Other modules of the file have one: this one's is missing.
   entries.push_back({"other.num_batches_tracked", torch::zeros({}, torch::kLong)});
-  CHECK_THAT(refusal(model, entries), ContainsSubstring("missing \"norm.num_batches_tracked\""));
+  CHECK(lockstep::load_state_dict(model, entries, {.strict = false}).missing_keys ==
+        std::vector<std::string>{"norm.num_batches_tracked"});
 }
 
 TEST_CASE("torch_load refuses what is no state dict, and executes nothing") {
-  CHECK_THAT(pickle_refusal(std::string("cos\nsystem\nX\x04\0\0\0true\x85R.", 23)),
-             ContainsSubstring("an object of 'os.system'"));
-  CHECK_THAT(pickle_refusal("cargparse\nNamespace\n)\x81."), ContainsSubstring("'argparse.Namespace'"));
-  CHECK_THAT(pickle_refusal("ctorch\nFloatStorage\n."), ContainsSubstring("is no value"));
-  CHECK_THAT(pickle_refusal(std::string("]q\0h\0a.", 7)), ContainsSubstring("contains itself"));
-  CHECK_THAT(pickle_refusal(std::string("]q\0]h\0aa.", 9)), ContainsSubstring("contains itself"));
-  CHECK_THAT(pickle_refusal(")" + std::string(100'000, '\x85') + "."),
-             ContainsSubstring("nested more than 64"));
-  CHECK(
-      pickle_refusal("}G" + std::string(8, '\0') + "Ns.").empty());  // {0.0: None}, which no state dict needs
-  CHECK_THAT(pickle_refusal("}(K\x01NK\x01Nu."), ContainsSubstring("the key 1 twice"));
-  CHECK_THAT(pickle_refusal("X\xFF\xFF\xFF\xFFz."), ContainsSubstring("cut short"));
-  CHECK_THAT(pickle_refusal("}"), ContainsSubstring("cut short"));
-  CHECK_THAT(pickle_refusal("."), ContainsSubstring("does not end with one value"));
-  CHECK_THAT(pickle_refusal("0."), ContainsSubstring("the opcode 48"));
-  CHECK_THAT(pickle_refusal("R."), ContainsSubstring("where there is none"));
-  CHECK_THAT(pickle_refusal("}K\x01Nb."), ContainsSubstring("sets items of what is no dict"));
-
-  const std::string one = "K\x01\x85", two = "K\x02\x85", zero = std::string("K\0", 2);
-  CHECK(pickle_refusal(tensor_pickle(zero, two, one)).empty());
-  CHECK(pickle_refusal(tensor_pickle(zero, ")", ")")).empty());
-  CHECK_THAT(pickle_refusal(tensor_pickle("K\x01", two, one)), ContainsSubstring("does not fit its storage"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, two)), ContainsSubstring("does not fit its storage"));
-  CHECK_THAT(pickle_refusal(tensor_pickle("K\x03", zero + "\x85", one)), ContainsSubstring("does not fit"));
-  CHECK_THAT(pickle_refusal(tensor_pickle("J\xFF\xFF\xFF\xFF", two, one)), ContainsSubstring("no offset"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, "J\xFF\xFF\xFF\xFF\x85")),
-             ContainsSubstring("no number from 0"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, "\x8a\x08\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x7F\x85")),
-             ContainsSubstring("does not fit its storage"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x03")), ContainsSubstring("are not 3 elements"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "1")),
-             ContainsSubstring("'data/1' is missing"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "../0")),
-             ContainsSubstring("no name of a record"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x01", "0", "DoubleStorage")),
-             ContainsSubstring("does not fit its storage"));
-  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "0", "QInt8Storage")),
-             ContainsSubstring("a tensor has no storage"));
+  using namespace std::string_literals;
+  const std::string one = "K\x01\x85", two = "K\x02\x85", zero = "K\0"s, minus = "J\xFF\xFF\xFF\xFF";
+  for (const auto& refused : std::vector<std::pair<std::string, std::string>>{
+           {"cos\nsystem\nX\x04\0\0\0true\x85R."s, "an object of 'os.system'"},
+           {"cargparse\nNamespace\n)\x81.", "'argparse.Namespace'"},
+           {"ctorch\nFloatStorage\n.", "is no value"},
+           {"]q\0h\0a."s, "contains itself"},
+           {"]q\0]h\0aa."s, "contains itself"},
+           {")" + std::string(100'000, '\x85') + ".", "nested more than 64"},
+           {"}(K\x01NK\x01Nu.", "the key 1 twice"},
+           {"X\xFF\xFF\xFF\xFFz.", "cut short"},
+           {"}", "cut short"},
+           {".", "does not end with one value"},
+           {"0.", "the opcode 48"},
+           {"R.", "where there is none"},
+           {"}K\x01Nb.", "sets items of what is no dict"},
+           {tensor_pickle("K\x01", two, one), "does not fit its storage"},
+           {tensor_pickle(zero, two, two), "does not fit its storage"},
+           {tensor_pickle("K\x03", zero + "\x85", one), "does not fit its storage"},
+           {tensor_pickle(minus, two, one), "no offset"},
+           {tensor_pickle(zero, two, minus + "\x85"), "no number from 0"},
+           {tensor_pickle(zero, two, "\x8a\x08\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x7F\x85"),
+            "does not fit its storage"},
+           {tensor_pickle(zero, two, one, "K\x03"), "are not 3 elements"},
+           {tensor_pickle(zero, two, one, "K\x02", "1"), "'data/1' is missing"},
+           {tensor_pickle(zero, two, one, "K\x02", "../0"), "no name of a record"},
+           {tensor_pickle(zero, two, one, "K\x01", "0", "DoubleStorage"), "does not fit its storage"},
+           {tensor_pickle(zero, two, one, "K\x02", "0", "QInt8Storage"), "a tensor has no storage"}})
+    refuses([&] { read(refused.first); }, {refused.second});
+  CHECK_NOTHROW(read("}G"s + std::string(8, '\0') + "Ns."));  // {0.0: None}, which no state dict needs
+  CHECK_NOTHROW(read(tensor_pickle(zero, two, one)));
+  CHECK_NOTHROW(read(tensor_pickle(zero, ")", ")")));
 
   const TemporaryFolder folder;
   TinyNet model;
   lockstep::save_model(*model, folder / "model.pt");
-  CHECK_THROWS_WITH(lockstep::torch_load(folder / "model.pt"), ContainsSubstring("load it with load_model"));
-  CHECK_THROWS_WITH(lockstep::torch_load(folder.write("old.pt",
-                                                      "\x80\x02\x8a\x0al\xfc\x9c"
-                                                      "F")),
-                    ContainsSubstring("before PyTorch 1.6"));
+  refuses([&] { lockstep::torch_load(folder / "model.pt"); }, {"load it with load_model"});
+  refuses(
+      [&] {
+        lockstep::torch_load(folder.write("old.pt",
+                                          "\x80\x02\x8a\x0al\xfc\x9c"
+                                          "F"));
+      },
+      {"before PyTorch 1.6"});
   CHECK_THROWS_AS(lockstep::torch_load(folder / "none.pt"), lockstep::CheckpointError);
 }
 
@@ -567,7 +518,9 @@ TEST_CASE("a file of torch_save with any byte changed, or cut anywhere, is refus
     }
   }
   // The pickle alone, with a correct checksum around it.
-  const std::string pickle = lockstep::detail::PickleWriter(lockstep::state_dict(adam)).text();
+  std::istringstream file(good);
+  const auto [data, size] = caffe2::serialize::PyTorchStreamReader(&file).getRecord("data.pkl");
+  const std::string pickle(static_cast<const char*>(data.get()), size);
   std::size_t read = 0;
   for (std::size_t at = 2; at < pickle.size(); ++at)
     for (const int value : {0, 0x28, 0x2E, 0x52, 0x75, 0x7D, 0xFF, pickle[at] ^ 1}) {

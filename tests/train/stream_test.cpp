@@ -117,7 +117,6 @@ TEST_CASE("a stream that cannot be read again has one pass, and may be given up 
   Once two_epochs{uneven(test_world().rank(), true)};
   two_epochs.batches.set_epoch(0);
   CHECK_THROWS_AS(trainer.fit(two_epochs, squared_error), lockstep::UsageError);
-  CHECK_THROWS_WITH(trainer.fit(two_epochs, squared_error), ContainsSubstring("epochs is 2"));
   CHECK(trainer.step() == 0);
 
   lockstep::Trainer steps{test_world(), {.steps = 2, .progress = false}, tanh_network(1, 3, 5)};
@@ -130,7 +129,6 @@ TEST_CASE("a stream of nothing is an error on every rank") {
   lockstep::Trainer trainer{test_world(), {.progress = false}, tanh_network(1, 3, 5)};
   Batches nothing{curve(5), {}};
   CHECK_THROWS_AS(trainer.fit(nothing, squared_error), lockstep::DataError);
-  CHECK_THROWS_WITH(trainer.fit(nothing, squared_error), ContainsSubstring("no rank a batch"));
   Batches empty{curve(5), {{}, {}}};  // batches of no samples are passed over
   CHECK_THROWS_AS(trainer.fit(empty, squared_error), lockstep::DataError);
 }

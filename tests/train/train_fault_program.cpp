@@ -118,7 +118,7 @@ struct Tight {
   static constexpr bool predivides = true;
   static constexpr bool propagates_nan = true;
   struct Unpacking {
-    lockstep::detail::ProcessGroupWork work;
+    decltype(std::declval<lockstep::GlooComm&>().all_reduce(torch::Tensor())) work;
     bool fails;
     void wait() {
       work.wait();
@@ -173,7 +173,10 @@ int main(int argc, char** argv) {
       else
         call(world, mode, keeper);
     } catch (const std::exception& error) {
-      said = error.what();
+      const auto* own = dynamic_cast<const lockstep::Error*>(&error);
+      const bool consequence = own && own->failure().kind == lockstep::FailureKind::consequence;
+      said =
+          (consequence ? fmt::format("consequence of {}: ", own->failure().cause) : "error: ") + error.what();
     }
     // Rank 1 stays until the others are here as well: none of them hears of its end instead of its error.
     bool soon = true;

@@ -9,6 +9,7 @@
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
+#include "support/text_of.hpp"
 #include "support/written.hpp"
 #include "train/nets.hpp"
 
@@ -59,15 +60,16 @@ class LyingSampler : public lockstep::EvaluationSampler {
 };
 static_assert(lockstep::CountingSampler<LyingSampler>);
 
-// What `fit` says against this run; nothing where it trains.
+// What `fit` says against this run on every rank; nothing where it trains.
 template <class Trainer, class... Hooks>
-std::string refused(Trainer& trainer, const lockstep::TensorDataset& dataset, Hooks... hooks) {
-  try {
-    trainer.fit(dataset, loss, hooks...);
-  } catch (const lockstep::MismatchError& error) {
-    return error.what();
-  }
-  return "";
+std::string refusal(Trainer& trainer, const lockstep::TensorDataset& dataset, Hooks... hooks) {
+  const std::string text = text_of<lockstep::MismatchError>([&] { trainer.fit(dataset, loss, hooks...); });
+  CHECK(same_on_all_ranks(trainer.comm(), text));
+  return text;
+}
+
+void says(const std::string& text, const std::string& words) {
+  CHECK_THAT(text, ContainsSubstring(words));
 }
 
 }  // namespace
@@ -86,9 +88,8 @@ TEST_CASE("a model whose initial values differ by rank: one warning, from rank 0
     const std::string text = warning({}, net);
     CAPTURE(text);
     if (world.rank() == 0) {
-      CHECK(text.find("the model's initial values differ between the ranks (4 of 6 parameters, first "
-                      "'hidden.weight' on rank " +
-                      std::to_string(world.size() - 1) + "): rank 0's are used;") != std::string::npos);
+      says(text, fmt::format("(4 of 6 parameters, first 'hidden.weight' on rank {}): rank 0's are used;",
+                             world.size() - 1));
       CHECK(std::count(text.begin(), text.end(), '\n') == 1);
     } else {
       CHECK(text.empty());
@@ -237,44 +238,26 @@ TEST_CASE("ranks start alike and draw differently") {
 
 TEST_CASE("runs that differ between the ranks are refused with the same error on every rank", "[2+]") {
   const auto& world = test_world();
-  const bool two = world.size() == 2;
-  SECTION("unequal numbers of samples") {
-    lockstep::Trainer<TinyNet, UnevenSampler> trainer{world, {}};
-    const auto text = refused(trainer, three_classes(4 * world.size() + 1));
-    CHECK_THAT(text, ContainsSubstring("the data is 5 samples an epoch on rank 0 and 4 samples an epoch on "
-                                       "rank"));
-    CHECK(same_on_all_ranks(trainer.comm(), text));
-  }
-  SECTION("samplers that do not agree on who has what") {
-    lockstep::Trainer<TinyNet, LyingSampler> trainer{world, {}};
-    CHECK_THAT(refused(trainer, three_classes(4 * world.size() + 1)),
-               ContainsSubstring("the data is 5 samples an epoch on rank 0 and 4"));
-  }
-  SECTION("other numbers of micro-batches") {
-    GlooTrainer trainer{world, {.accumulate = 1 + world.rank()}};
-    CHECK_THAT(
-        refused(trainer, three_classes(40)),
-        ContainsSubstring(fmt::format("accumulate is 1 on rank 0{}2 on rank 1", two ? " and " : ", ")));
-  }
-  SECTION("another rate, another order") {
-    GlooTrainer faster{world, {.lr = world.rank() == 0 ? 0.1 : 0.01}};
-    CHECK_THAT(refused(faster, three_classes(40)), ContainsSubstring("lr is 0.1 on rank 0 and 0.01 on rank"));
-    GlooTrainer shuffled{world, {.shuffle = world.rank() == 0}};
-    CHECK_THAT(refused(shuffled, three_classes(40)),
-               ContainsSubstring("shuffle is true on rank 0 and false"));
-  }
-  SECTION("unequal batch sizes") {
-    GlooTrainer trainer{world, {.batch_size = 4 + world.rank()}};
-    CHECK_THAT(
-        refused(trainer, three_classes(40)),
-        ContainsSubstring(fmt::format("batch_size is 4 on rank 0{}5 on rank 1", two ? " and " : ", ")));
-  }
-  SECTION("other data") {
-    GlooTrainer trainer{world, {}};
-    CHECK_THAT(refused(trainer, three_classes(40 + world.rank())), ContainsSubstring("dataset"));
-    CHECK_THAT(refused(trainer, three_classes(40, 1 + static_cast<std::uint64_t>(world.rank()))),
-               ContainsSubstring("fingerprint"));
-  }
+  const auto refused = [](auto&& trainer, const lockstep::TensorDataset& data, const std::string& words) {
+    says(refusal(trainer, data), words);
+  };
+  const std::string next = world.size() == 2 ? " on rank 0 and " : " on rank 0, ";
+  const auto odd = three_classes(4 * world.size() + 1), even = three_classes(40);
+  refused(lockstep::Trainer<TinyNet, UnevenSampler>{world, {}}, odd,
+          "the data is 5 samples an epoch on rank 0 and 4 samples an epoch on rank");
+  // Samplers that do not agree on who has what.
+  refused(lockstep::Trainer<TinyNet, LyingSampler>{world, {}}, odd,
+          "the data is 5 samples an epoch on rank 0 and 4 samples an epoch on rank");
+  refused(GlooTrainer{world, {.accumulate = 1 + world.rank()}}, even,
+          "accumulate is 1" + next + "2 on rank 1");
+  refused(GlooTrainer{world, {.lr = world.rank() == 0 ? 0.1 : 0.01}}, even,
+          "lr is 0.1 on rank 0 and 0.01 on");
+  refused(GlooTrainer{world, {.shuffle = world.rank() == 0}}, even, "shuffle is true on rank 0 and false on");
+  refused(GlooTrainer{world, {.batch_size = 4 + world.rank()}}, even,
+          "batch_size is 4" + next + "5 on rank 1");
+  refused(GlooTrainer{world, {}}, three_classes(40 + world.rank()), "dataset");
+  refused(GlooTrainer{world, {}}, three_classes(40, 1 + static_cast<std::uint64_t>(world.rank())),
+          "fingerprint");
 }
 
 TEST_CASE("parameters that part are found at the end of the epoch, alike on every rank") {
@@ -287,21 +270,18 @@ TEST_CASE("parameters that part are found at the end of the epoch, alike on ever
     options.lr = 0.1;
     options.progress = false;
     GlooTrainer trainer{world, options};
-    const std::string text = refused(trainer, three_classes(40), meddle);
-    CHECK(same_on_all_ranks(trainer.comm(), text));
-    return text;
+    return refusal(trainer, three_classes(40), meddle);
   };
   if (world.size() == 1) {
     CHECK(train({}).empty());
     return;
   }
-  CHECK_THAT(train({}), ContainsSubstring("the ranks' models have diverged: ") &&
-                            ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
+  says(train({}), fmt::format("on rank {}", world.size() - 1));
   CHECK(train({.compare_parameters = false}).empty());
   // A hook by which they part says so.
   lockstep::Trainer apart{
       world, {.lr = 0.1, .progress = false}, std::in_place_type<TinyNet>, lockstep::NoOpHook()};
-  CHECK(refused(apart, three_classes(40)).empty());
+  CHECK(refusal(apart, three_classes(40)).empty());
 }
 
 TEST_CASE("a rate that an optimizer of one's own would not use is refused") {
@@ -309,8 +289,7 @@ TEST_CASE("a rate that an optimizer of one's own would not use is refused") {
     return lockstep::SGD(std::move(parameters), {.lr = 0.05});
   }};
   const auto net = std::in_place_type<TinyNet>;
-  CHECK_THROWS_WITH((lockstep::Trainer{test_world(), {.lr = 0.1}, net, make}),
-                    ContainsSubstring("lr is 0.1, but the OptimizerFactory"));
+  CHECK_THROWS_AS((lockstep::Trainer{test_world(), {.lr = 0.1}, net, make}), lockstep::UsageError);
   CHECK_NOTHROW((lockstep::Trainer{test_world(), {}, net, make}));
 }
 
@@ -344,8 +323,7 @@ TEST_CASE("a model is saved by rank 0 and loaded for all") {
   SECTION("not by torch::load into a trainer's model: the next backward finds no gradients") {
     auto other = GlooTrainer{world, {.steps = 2, .seed = 77}};
     torch::load(other.model(), path);
-    CHECK_THROWS_WITH(other.fit(three_classes(64), loss),
-                      ContainsSubstring("was replaced after DistributedDataParallel was made"));
+    CHECK_THROWS_AS(other.fit(three_classes(64), loss), lockstep::UsageError);
     // A checkpoint is no model for LibTorch.
     trainer.save_checkpoint(folder / "run.ckpt");
     TinyNet net;
@@ -353,21 +331,13 @@ TEST_CASE("a model is saved by rank 0 and loaded for all") {
   }
   SECTION("not into another model: every rank hears which tensors differ") {
     auto other = lockstep::Trainer{world, {}, TinyNet(6, 4)};
-    std::string text;
-    try {
-      other.load(path);
-    } catch (const lockstep::CheckpointError& error) {
-      text = error.what();
-    }
-    CHECK_THAT(text, ContainsSubstring(
-                         "\"last.weight\" is [3, 8] float32 in the file and [4, 8] float32 in the model") &&
-                         ContainsSubstring("last.bias"));
+    const std::string text = text_of<lockstep::CheckpointError>([&] { other.load(path); });
+    says(text, "last.weight");
     CHECK(same_on_all_ranks(other.comm(), text));
   }
   SECTION("not where nothing can be written, or read: every rank hears it") {
     CHECK_THROWS_AS(trainer.save(folder / "no" / "net.pt"), lockstep::CheckpointError);
     CHECK_THROWS_AS(trainer.load(folder / "absent.pt"), lockstep::CheckpointError);
-    CHECK_THROWS_WITH(trainer.load(folder / "absent.pt"), ContainsSubstring("absent.pt"));
   }
   SECTION("not by rank 0 alone") {
     world.rank_zero([&] { CHECK_THROWS_AS(trainer.save(path), lockstep::CommunicationError); });

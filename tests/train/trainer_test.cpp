@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "lockstep/comm/local_comm.hpp"
@@ -272,7 +273,7 @@ TEST_CASE("a checkpoint that cannot be loaded changes nothing, and no load takes
   Part one{.value = 5}, two{.value = 3}, three{.refuses = true, .value = 2};
   first.save_checkpoint(folder / "other", one, one);
   second.save_checkpoint(folder / "before", two, three);
-  CHECK_THROWS_WITH(second.load_checkpoint(folder / "other", two, three), ContainsSubstring("not like this"));
+  CHECK_THROWS_AS(second.load_checkpoint(folder / "other", two, three), lockstep::CheckpointError);
   CHECK(two.value == 3);
   CHECK(three.value == 2);
   second.save_checkpoint(folder / "after", two, three);
@@ -280,7 +281,7 @@ TEST_CASE("a checkpoint that cannot be loaded changes nothing, and no load takes
 
   first.save(folder / "model");
   first.fit(three_classes(32), loss, lockstep::OnEpoch{[&](const auto&) {
-              CHECK_THROWS_WITH(first.load(folder / "model"), ContainsSubstring("load inside fit"));
+              CHECK_THROWS_AS(first.load(folder / "model"), lockstep::UsageError);
             }});
 }
 
@@ -295,8 +296,7 @@ TEST_CASE("a checkpoint resumed with other threads is warned of in one line") {
   const std::string said = written(2, [&] { trainer.load_checkpoint(folder / "run"); });
   at::set_num_threads(threads);
   CHECK(std::count(said.begin(), said.end(), '\n') == 1);
-  CHECK_THAT(said, ContainsSubstring("ran with 1 intra-op threads per rank, CPU capability ") &&
-                       ContainsSubstring("and this run has 2 intra-op threads"));
+  CHECK_THAT(said, ContainsSubstring("and this run has 2 intra-op threads"));
 }
 
 TEST_CASE("gradients of parameters that the optimizer does not hold do not add up") {
@@ -357,21 +357,6 @@ TEST_CASE("training is in training mode, whatever the mode before") {
       },
       lockstep::OnEpoch{[&](const auto&) { trainer.model()->eval(); }});
   CHECK(training == std::vector<bool>{true, true});
-}
-
-TEST_CASE("a step report tells the batch's loss") {
-  std::vector<double> told, values;
-  auto trainer = LocalTrainer{alone(), {.steps = 4, .batch_size = 16}};
-  const auto report = trainer.fit(
-      three_classes(64),
-      [&](TinyNet& net, const auto& batch) {
-        auto value = torch::cross_entropy_loss(net(batch.data), batch.target);
-        values.push_back(value.template item<float>());
-        return value;
-      },
-      lockstep::OnStep{[&](const lockstep::StepReport& step) { told.push_back(step.loss()); }});
-  CHECK(told == values);
-  CHECK(report.loss == Approx((values[0] + values[1] + values[2] + values[3]) / 4));
 }
 
 TEST_CASE("a policy of the user's own takes part") {
@@ -456,11 +441,14 @@ TEST_CASE("micro-batches of a process alone are one batch, whichever form the lo
 
 TEST_CASE("bad options and empty data are refused before anything is trained") {
   CHECK_THROWS_AS((LocalTrainer{alone(), {.batch_size = 0}}), lockstep::UsageError);
-  CHECK_THROWS_AS((LocalTrainer{alone(), {.epochs = -1}}), lockstep::UsageError);
-  LocalTrainer trainer{alone(), {}};
-  CHECK_THROWS_AS(
-      trainer.fit(lockstep::TensorDataset{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)}, loss),
-      lockstep::DataError);
+  const lockstep::TensorDataset empty{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)};
+  for (const lockstep::TrainerOptions& options :
+       {lockstep::TrainerOptions{.epochs = 1}, lockstep::TrainerOptions{.steps = 1}})
+    CHECK_THROWS_AS((LocalTrainer{alone(), options}.fit(empty, loss)), lockstep::DataError);
+  CHECK_NOTHROW((LocalTrainer{alone(), {.epochs = 0}}.fit(empty, loss)));
+  // Twice this is no number.
+  constexpr auto huge = std::numeric_limits<std::int64_t>::max();
+  CHECK(LocalTrainer{alone(), {.batch_size = huge}}.fit(three_classes(8), loss).step == 1);
 }
 
 }  // namespace trainer_test
