@@ -36,20 +36,4 @@ TEST_CASE("every rank gets all results, or throws the same error") {
   comm.shutdown();
 }
 
-TEST_CASE("values that differ between the ranks are an error that names them on every rank", "[2+]") {
-  const lockstep::World& world = test_world();
-  lockstep_test::TestedComm comm{world};
-  const auto text = [&](const std::string& value) {
-    return text_of<lockstep::MismatchError>([&] {
-      lockstep::require_equal(comm, {{"seed", "7"}, {"lr", value}}, "the ranks differ", "give all the same");
-    });
-  };
-  CHECK(text("0.1").empty());
-  const std::string here = text(world.rank() == 0 ? "0.1" : "0.2");
-  CHECK_THAT(here, ContainsSubstring("the ranks differ: lr is 0.1 on rank 0 and 0.2 on rank") &&
-                       ContainsSubstring("; give all the same"));
-  for (const std::string& there : comm.all_gather_bytes(here)) CHECK(there == here);
-  comm.shutdown();
-}
-
 }  // namespace agreement_ranks_test

@@ -18,8 +18,7 @@ using lockstep::ProcessGroupComm;
 static_assert(lockstep::Communicator<GlooComm> && lockstep::Communicator<LocalComm>);
 static_assert(lockstep::Splittable<GlooComm> && lockstep::Splittable<LocalComm>);
 static_assert(lockstep::PointToPoint<GlooComm> && !lockstep::PointToPoint<LocalComm>);
-static_assert(lockstep::AsyncWork<lockstep::detail::ProcessGroupWork> &&
-              lockstep::AsyncWork<lockstep::LocalWork>);
+static_assert(lockstep::AsyncWork<ProcessGroupComm::Work> && lockstep::AsyncWork<lockstep::LocalWork>);
 static_assert(lockstep::PointToPoint<ProcessGroupComm> && lockstep::Splittable<ProcessGroupComm>);
 static_assert(lockstep::DeviceCommunicator<ProcessGroupComm> && !lockstep::DeviceCommunicator<GlooComm>);
 static_assert(!lockstep::Labelled<ProcessGroupComm>);

@@ -6,14 +6,11 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "lockstep/world/detail/nccl_environment.hpp"
 #include "support/catch.hpp"
 
 namespace device_failure_test {
@@ -94,7 +91,7 @@ TEST_CASE("an abort ends pending waits within 100 ms, on a thread that is not th
   comm.abort("a test");
   waiting.join();
   CHECK(ended - start < 100ms);
-  CHECK_THAT(text, ContainsSubstring("the communicator was aborted: a test"));
+  CHECK(text == "the communicator was aborted: a test");
   CHECK(soon([&] { return backend->aborted == 1; }));
   CHECK(backend->aborted_on.load() != std::this_thread::get_id());
 
@@ -163,29 +160,6 @@ TEST_CASE("a backend that the communicator alone holds is shut down before it is
   const auto shared = c10::make_intrusive<Own>();
   { ProcessGroupComm comm{World(), shared, on_meta()}; }
   CHECK(ended == 1);
-}
-
-TEST_CASE("the environment of NCCL is told where LibTorch may end the process") {
-  using Values = std::map<std::string, std::string>;
-  const auto warning = [](const Values& values) {
-    return lockstep::detail::nccl_environment_warning([&](const char* name) -> std::optional<std::string> {
-      const auto found = values.find(name);
-      return found == values.end() ? std::nullopt : std::optional(found->second);
-    });
-  };
-  Values values{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},
-                {"TORCH_NCCL_ENABLE_MONITORING", "0"},
-                {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
-                {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"}};
-  CHECK(warning(values).empty());
-  values["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1";  // a dump ends nothing
-  CHECK(warning(values).empty());
-  values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3";
-  CHECK_THAT(warning(values), ContainsSubstring("with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, LibTorch ends"));
-  values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2";
-  values.erase("TORCH_NCCL_ENABLE_MONITORING");
-  CHECK_THAT(warning(values), ContainsSubstring("without lockstep::launch") &&
-                                  ContainsSubstring("set TORCH_NCCL_ENABLE_MONITORING=0 before"));
 }
 
 }  // namespace device_failure_test

@@ -46,7 +46,7 @@ TEST_CASE("all_to_all sends row r to rank r") {
 TEST_CASE("outputs of the wrong size are refused before anything is sent") {
   TestedComm comm{test_world()};
   const int size = comm.size();
-  CHECK_THROWS_WITH(comm.all_gather(at::zeros({size, 3}), at::zeros({2})), ContainsSubstring("all_gather: "));
+  CHECK_THROWS_AS(comm.all_gather(at::zeros({size, 3}), at::zeros({2})), lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.all_gather(at::zeros({size, 2}, at::kLong), at::zeros({2})),
                   lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.reduce_scatter(at::zeros({3}), at::zeros({size, 2})), lockstep::CommunicationError);

@@ -160,14 +160,14 @@ TEST_CASE("lists that do not go together are refused before anything is sent") {
   const Tensors one{at::zeros({2})}, whole{at::zeros({comm.size(), 2})};
   const Tensors two{at::zeros({2}), at::zeros({2})};
   CHECK_THROWS_WITH(comm.all_gather(whole, two),
-                    ContainsSubstring("all_gather: as many outputs as inputs are needed, not 1 and 2"));
+                    "all_gather: as many outputs as inputs are needed, not 1 and 2");
   CHECK_THROWS_AS(comm.reduce_scatter(two, whole), lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.all_to_all(Tensors{}, whole), lockstep::CommunicationError);
   if (comm.size() > 1)
     CHECK_THROWS_WITH(comm.all_gather(two, two),
                       ContainsSubstring("[2] float32 is not " + std::to_string(comm.size()) + " times"));
-  CHECK_THROWS_WITH(comm.reduce(Tensors{at::zeros({2}), at::zeros({2}, at::kShort)}),
-                    ContainsSubstring("int16"));
+  CHECK_THROWS_AS(comm.reduce(Tensors{at::zeros({2}), at::zeros({2}, at::kShort)}),
+                  lockstep::CommunicationError);
   comm.barrier();
 }
 

@@ -53,9 +53,8 @@ TEST_CASE("LocalComm copies where there is an output") {
   comm.all_gather(own.t(), own).synchronize();
   CHECK(at::equal(own.t(), at::arange(4, at::kFloat).view({2, 2})));
   CHECK_THROWS_AS(comm.all_gather(at::zeros({1, 3}), input), lockstep::CommunicationError);
-  CHECK_THROWS_WITH(comm.all_gather(at::Tensor(), input),
-                    ContainsSubstring("all_gather: the tensor is undefined"));
-  CHECK_THROWS_WITH(comm.all_gather(at::zeros({4}).to_sparse(), input), ContainsSubstring("is not dense"));
+  CHECK_THROWS_AS(comm.all_gather(at::Tensor(), input), lockstep::CommunicationError);
+  CHECK_THROWS_AS(comm.all_gather(at::zeros({4}).to_sparse(), input), lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.all_to_all(input, input), lockstep::CommunicationError);
 }
 
@@ -72,7 +71,7 @@ TEST_CASE("LocalComm takes lists as others do") {
   comm.all_to_all(exchanged, gathered).synchronize();
   comm.reduce_scatter(scattered, exchanged, lockstep::ReduceOp::max).synchronize();
   for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(at::equal(scattered[i], inputs[i]));
-  CHECK_THROWS_WITH(comm.all_gather(gathered, {inputs[0]}), ContainsSubstring("not 2 and 1"));
+  CHECK_THROWS_AS(comm.all_gather(gathered, {inputs[0]}), lockstep::CommunicationError);
   comm.all_gather(std::vector<at::Tensor>{}, std::vector<at::Tensor>{}).synchronize();
 }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <barrier>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/nccl_environment.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
@@ -46,8 +48,10 @@ TEST_CASE("lateness names the late ranks and where they were") {
       "ranks 1 and 2 have not entered all_reduce #57 after 6 s; last at all_reduce #56; rank 2 at the start");
   CHECK(lateness(call, {{1, here}, {3, here}}, ranks, 0, "6 s") ==
         "rank 2 has not reported a position after 6 s of all_reduce #57: dead, stopped or cut off");
-  CHECK_THAT(lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s"),
-             ContainsSubstring("although every rank has entered it"));
+  CHECK(
+      lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
+      "all_reduce #57 is not complete after 6 s although every rank has entered it: the network or a rank is "
+      "too slow");
   CHECK(lateness(call, {{1, here}, {2, at(57, "barrier")}, {3, here}}, ranks, 0, "6 s") ==
         "all_reduce #57 is not complete after 6 s: rank 2 called barrier instead");
 }
@@ -80,10 +84,9 @@ TEST_CASE("errors name the public calls of the ranks") {
         "Trainer::fit. Rank 1 has entered barrier #3 of Trainer::evaluate (agree) in the communicator "
         "'lockstep/comm/1', and rank 0 has not: every rank must make the calls of all communicators in the "
         "same order");
-  CHECK_THAT(lateness(call, {{1, at(57, "all_reduce")}}, {0, 1}, 0, "6 s"),
-             ContainsSubstring("although every rank has entered it"));
-  CHECK_THAT(lateness(call, {{0, at(57, "barrier")}}, {0, 1}, 1, "6 s"),
-             ContainsSubstring("rank 0 is in a call of barrier, rank 1 in Trainer::fit; call both"));
+  CHECK(lateness(call, {{0, at(57, "barrier")}}, {0, 1}, 1, "6 s") ==
+        "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in a call of barrier, rank 1 in "
+        "Trainer::fit; call both on every rank, and equally often");
 
   GroupStatus status("group", {0});
   status.enter("broadcast", served_call);
@@ -119,6 +122,32 @@ TEST_CASE("what Gloo says is cut to its sentence") {
         lockstep::detail::ForeignError::other_sizes);
   CHECK(words("[127.0.0.1]:1] is a peer") == "[127.0.0.1]:1] is a peer");
   CHECK(words("plain") == "plain");
+}
+
+TEST_CASE("the environment of NCCL is told where LibTorch may end the process") {
+  using Values = std::map<std::string, std::string>;
+  const auto warning = [](const Values& values) {
+    return lockstep::detail::nccl_environment_warning([&](const char* name) -> std::optional<std::string> {
+      const auto found = values.find(name);
+      return found == values.end() ? std::nullopt : std::optional(found->second);
+    });
+  };
+  Values values{{"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"},
+                {"TORCH_NCCL_ENABLE_MONITORING", "0"},
+                {"TORCH_NCCL_DUMP_ON_TIMEOUT", "1"},  // a dump ends nothing
+                {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"}};
+  CHECK(warning(values).empty());
+  values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3";
+  CHECK(
+      warning(values) ==
+      "with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, LibTorch ends the process when a collective of NCCL fails or "
+      "times out, before lockstep can name the rank: unset it");
+  values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2";
+  values.erase("TORCH_NCCL_ENABLE_MONITORING");
+  CHECK(
+      warning(values) ==
+      "this program was started without lockstep::launch, and LibTorch may end it when a collective of NCCL "
+      "fails: set TORCH_NCCL_ENABLE_MONITORING=0 before the program starts");
 }
 
 TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "support/catch.hpp"
+#include "support/refuses.hpp"
 
 namespace process_group_comm_test {
 
@@ -76,34 +77,36 @@ lockstep::ProcessGroupOptions on_meta() {
 }  // namespace
 
 TEST_CASE("a backend that does not fit is refused") {
-  CHECK_THROWS_WITH((ProcessGroupComm{World(), {}}), ContainsSubstring("the backend is null"));
-  CHECK_THROWS_WITH((ProcessGroupComm{World(), c10::make_intrusive<PoorBackend>(1, 2)}),
-                    ContainsSubstring("the backend is rank 1 of 2, and the world is rank 0 of 1"));
+  const auto made = [](c10::intrusive_ptr<c10d::Backend> backend,
+                       const lockstep::ProcessGroupOptions& options = {}) {
+    return [=] { const ProcessGroupComm comm{World(), backend, options}; };
+  };
+  using lockstep::UsageError;
+  refuses<UsageError>(made({}), "the backend is null");
+  refuses<UsageError>(made(c10::make_intrusive<PoorBackend>(1, 2)),
+                      "the backend is rank 1 of 2, and the world is rank 0 of 1");
   lockstep::ProcessGroupOptions options;
   options.device = at::Device(at::kMeta);
-  CHECK_THROWS_WITH((ProcessGroupComm{World(), c10::make_intrusive<PoorBackend>(), options}),
-                    ContainsSubstring("the device 'meta' has no index"));
+  refuses<UsageError>(made(c10::make_intrusive<PoorBackend>(), options), "the device 'meta' has no index");
   options = {};
   options.timeout = 0ms;
-  CHECK_THROWS_WITH((ProcessGroupComm{World(), c10::make_intrusive<PoorBackend>(), options}),
-                    ContainsSubstring("ProcessGroupOptions: a timeout of 0 ms"));
+  refuses<UsageError>(made(c10::make_intrusive<PoorBackend>(), options),
+                      "ProcessGroupOptions: a timeout of 0 ms");
 }
 
 TEST_CASE("an operation that the backend lacks is refused with both names") {
   ProcessGroupComm comm{World(), c10::make_intrusive<PoorBackend>()};
   const auto tensor = at::ones({2});
-  CHECK_THROWS_AS(comm.all_reduce(tensor), lockstep::CommunicationError);
-  CHECK_THROWS_WITH(
-      comm.all_reduce(tensor),
-      ContainsSubstring("all_reduce: the backend 'poor' refused it: Backend poor does not support"));
-  CHECK_THROWS_WITH(comm.reduce_scatter(tensor[0], tensor[0].view({1})),
-                    ContainsSubstring("reduce_scatter: the backend 'poor' refused it"));
-  CHECK_THROWS_WITH(comm.barrier(), ContainsSubstring("barrier: the backend 'poor' refused it"));
-  CHECK_THROWS_WITH(
-      comm.all_reduce(at::empty({2}, at::kMeta)),
-      ContainsSubstring("is on meta, and the backend 'poor' moves CPU tensors: call cpu() first"));
+  using lockstep::CommunicationError;
+  refuses<CommunicationError>([&] { static_cast<void>(comm.all_reduce(tensor)); },
+                              "all_reduce: the backend 'poor' refused it: Backend poor does not support");
+  refuses<CommunicationError>([&] { static_cast<void>(comm.all_reduce(at::empty({2}, at::kMeta))); },
+                              "is on meta, and the backend 'poor' moves CPU tensors: call cpu() first");
+  CHECK_THROWS_AS(comm.reduce_scatter(tensor[0], tensor[0].view({1})), CommunicationError);
+  CHECK_THROWS_AS(comm.barrier(), CommunicationError);
   CHECK_FALSE(comm.can_split());
-  CHECK_THROWS_WITH(comm.new_group({0}), ContainsSubstring("new_group: the backend 'poor' cannot split"));
+  refuses<CommunicationError>([&] { static_cast<void>(comm.new_group({0})); },
+                              "new_group: the backend 'poor' cannot split");
 }
 
 TEST_CASE("a work that announces nothing is asked until it is complete") {
@@ -144,8 +147,7 @@ TEST_CASE("on a device a wait is the stream's, and the backend averages and scat
   CHECK(comm.all_gather_bytes("bytes") == std::vector<std::string>{"bytes"});
   CHECK(comm.broadcast_bytes("bytes") == "bytes");
   CHECK(backend->last.empty());  // one rank sends nothing
-  CHECK_THROWS_WITH(comm.all_reduce(at::ones({2})),
-                    ContainsSubstring("is on cpu, and the backend 'nccl' moves META tensors"));
+  CHECK_THROWS_AS(comm.all_reduce(at::ones({2})), lockstep::CommunicationError);
 }
 
 }  // namespace process_group_comm_test

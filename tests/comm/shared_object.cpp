@@ -23,7 +23,7 @@ const SharedObject& functions_of_this_object() {
         }
         return "";
       },
-      []() -> const void* { return &lockstep::detail::process_rank; },
+      [] { return lockstep::Error("").rank(); },
       [](const lockstep::World& world) -> const void* {
         return lockstep::detail::FailureMonitor::of(world).get();
       }};

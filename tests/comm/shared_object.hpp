@@ -15,8 +15,9 @@ struct SharedObject {
   double (*sum)(void* comm, double value);
   /// What such a sum throws; empty where it throws nothing.
   std::string (*error_of_sum)(void* comm);
-  /// The addresses of two things of which a process has one.
-  const void* (*process_rank)();
+  /// The rank that an error of this object names.
+  int (*rank_of_error)();
+  /// The address of a thing of which a process has one while a communicator lives.
   const void* (*failure_monitor)(const lockstep::World& world);
 };
 

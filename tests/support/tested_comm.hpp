@@ -6,6 +6,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 
 #ifdef LOCKSTEP_TEST_PROCESS_GROUP
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <string>
@@ -24,13 +25,14 @@ namespace lockstep_test {
 inline c10::intrusive_ptr<c10d::Backend> process_group(const lockstep::World& world,
                                                        const lockstep::GlooOptions& options = {}) {
   static int made = 0;
-  const lockstep::GlooOptions wanted = lockstep::detail::checked(options);
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   if (world.size() > 1)
     store = c10::make_intrusive<c10d::PrefixStore>("test/process group " + std::to_string(made++),
                                                    world.connect_again(std::chrono::seconds(60)));
-  auto gloo = c10d::ProcessGroupGloo::Options::create(wanted.timeout + std::chrono::seconds(10));
-  gloo->threads = wanted.threads;
+  // Gloo has no room for more than the longest timeout.
+  const auto timeout = std::min<std::chrono::milliseconds>(options.timeout, std::chrono::hours(24));
+  auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + std::chrono::seconds(10));
+  gloo->threads = options.threads;
   gloo->devices = {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
   return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank(), world.size(), std::move(gloo));
 }
@@ -41,13 +43,12 @@ class TestedComm : public lockstep::ProcessGroupComm {
       : ProcessGroupComm(world, process_group(world, options), {.timeout = options.timeout}) {}
 
   [[nodiscard]] std::optional<TestedComm> new_group(const std::vector<int>& ranks) {
-    if (auto group = split_group(ranks)) return TestedComm(std::move(group));
+    if (auto group = ProcessGroupComm::new_group(ranks)) return TestedComm(std::move(*group));
     return std::nullopt;
   }
 
  private:
-  explicit TestedComm(std::shared_ptr<lockstep::detail::BackendGroup> group)
-      : ProcessGroupComm(std::move(group)) {}
+  explicit TestedComm(ProcessGroupComm&& group) : ProcessGroupComm(std::move(group)) {}
 };
 
 }  // namespace lockstep_test
