@@ -9,7 +9,6 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
-#include "support/text_of.hpp"
 
 namespace two_devices_test {
 
@@ -65,9 +64,8 @@ TEST_CASE("a model on two GPUs is trained as one on the CPU") {
       CHECK(torch::allclose(split->parameters()[i].cpu(), whole->parameters()[i], 1e-4, 1e-5));
   }
   // A device that is named for such a model is refused.
-  CHECK_THAT(text_of<lockstep::UsageError>(
-                 [&] { lockstep::DistributedDataParallel(split, comm, {.device = comm.tensor_device()}); }),
-             ContainsSubstring("live on several devices"));
+  CHECK_THROWS_AS(lockstep::DistributedDataParallel(split, comm, {.device = comm.tensor_device()}),
+                  lockstep::UsageError);
 }
 
 #ifdef LOCKSTEP_DETAIL_HAS_NCCL2
@@ -82,9 +80,8 @@ TEST_CASE("nccl2 serves one GPU and refuses the others") {
     WARN("SKIPPED: no GPU is left beside this rank's");
     return;
   }
-  CHECK_THAT(text_of<lockstep::CommunicationError>(
-                 [&] { comm.all_reduce(std::vector<torch::Tensor>{tensor}).synchronize(); }),
-             ContainsSubstring("the backend 'nccl2' refused it"));
+  CHECK_THROWS_AS(comm.all_reduce(std::vector<torch::Tensor>{tensor}).synchronize(),
+                  lockstep::CommunicationError);
 }
 #endif
 

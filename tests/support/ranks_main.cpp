@@ -4,6 +4,7 @@
 #define CATCH_CONFIG_NO_POSIX_SIGNALS  // a rank that is told to end has nothing to report
 #endif
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,18 +18,17 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <nccl.h>
 
-#include "lockstep/world/detail/gpus.hpp"
-#include "lockstep/world/detail/launch_plan.hpp"
-
 // Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
 static bool lacks_gpus(int argc, char** argv) {
-  const int gpus = at::cuda::device_count(),
-            ranks = lockstep::detail::count_argument(argc, argv, {"--nproc"}, "processes").value_or(1);
-  int nccl = 0;
+  const int gpus = at::cuda::device_count();
+  int ranks = 1, nccl = 0;
+  for (int i = 1; i + 1 < argc; ++i)
+    if (argv[i] == std::string_view("--nproc")) ranks = std::atoi(argv[i + 1]);
+  const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   ncclGetVersion(&nccl);
   if (gpus == 0)
     std::puts("SKIPPED: no CUDA device: skipped");
-  else if (ranks > gpus && !lockstep::detail::may_share_gpu())
+  else if (ranks > gpus && (shares == nullptr || std::atoi(shares) == 0))
     std::printf("SKIPPED: %d CUDA devices for %d ranks: skipped\n", gpus, ranks);
   else if (ranks > gpus && nccl < 23000)  // the first in which ranks may share a GPU
     std::printf("SKIPPED: %d CUDA devices for %d ranks, and NCCL %d cannot share one: skipped\n", gpus, ranks,
