@@ -13,6 +13,7 @@
 #include "support/catch.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
+#include "support/refuses.hpp"
 #include "support/tested_comm.hpp"
 
 /// Three layers, so six parameters; the same values on every rank that seeds alike.
@@ -86,10 +87,14 @@ inline void check_close(const std::vector<torch::Tensor>& actual,
   }
 }
 
+struct Thrown : std::logic_error {  // no error of lockstep is one
+  using logic_error::logic_error;
+};
+
 /// `x`, whose backward throws this.
 inline torch::Tensor throwing(const torch::Tensor& x, const std::string& text = "thrown inside backward") {
   const auto out = x * 1;
-  out.register_hook([text](const at::Tensor&) -> at::Tensor { throw std::runtime_error(text); });
+  out.register_hook([text](const at::Tensor&) -> at::Tensor { throw Thrown(text); });
   return out * 1;
 }
 

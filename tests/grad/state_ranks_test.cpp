@@ -6,7 +6,6 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "support/text_of.hpp"
 
 namespace state_ranks_test {
 
@@ -128,7 +127,7 @@ TEST_CASE("a state whose hook refuses its part leaves the wrapper as it was") {
     run.train(0, trained);
     const auto buckets = run.ddp.buckets();
     const std::string before = run.save();
-    CHECK_THAT(text_of<CheckpointError>([&] { run.ddp.load_state(state); }), ContainsSubstring("counters"));
+    CHECK_THROWS_AS(run.ddp.load_state(state), CheckpointError);
     CHECK(run.ddp.buckets() == buckets);
     CHECK(run.save() == before);
   }
@@ -143,20 +142,18 @@ TEST_CASE("a state that is damaged or of another model is refused") {
     CHECK(state.isNone());
     return;
   }
-  const auto refused = [&](const char* key, const c10::IValue& value) {
+  const auto refused = [&](const char* key, const c10::IValue& value, const char* words) {
     const auto changed = state.toGenericDict().copy();
     changed.insert_or_assign(key, value);
-    return text_of<CheckpointError>([&] { run.ddp.load_state(changed); });
+    refuses<CheckpointError>([&] { run.ddp.load_state(changed); }, words);
   };
-  CHECK_THAT(text_of<CheckpointError>([&] { run.ddp.load_state(c10::IValue(3)); }),
-             ContainsSubstring("load one of ddp.state()"));
-  CHECK_THAT(refused("order", torch::tensor({1, 0})),
-             ContainsSubstring("has 2 parameters and the model trains 6"));
-  CHECK_THAT(refused("order", torch::tensor({-1, 0, 1, 2, 3, 4})), ContainsSubstring("is damaged"));
-  CHECK_THAT(refused("order", torch::tensor({0, 0, 1, 2, 3, 4})), ContainsSubstring("has 6 parameters"));
-  CHECK_THAT(refused("backwards", -1), ContainsSubstring("is damaged"));
-  CHECK_THAT(refused("rebuilt", 1), ContainsSubstring("is damaged"));
-  CHECK_THAT(refused("ranks", c10::IValue()), ContainsSubstring("is damaged"));
+  CHECK_THROWS_AS(run.ddp.load_state(c10::IValue(3)), CheckpointError);
+  refused("order", torch::tensor({1, 0}), "has 2 parameters and the model trains 6");
+  refused("order", torch::tensor({-1, 0, 1, 2, 3, 4}), "is damaged");
+  refused("order", torch::tensor({0, 0, 1, 2, 3, 4}), "has 6 parameters");
+  refused("backwards", -1, "is damaged");
+  refused("rebuilt", 1, "is damaged");
+  refused("ranks", c10::IValue(), "is damaged");
 }
 
 }  // namespace state_ranks_test

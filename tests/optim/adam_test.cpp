@@ -58,9 +58,7 @@ TEST_CASE("a scaled step divides the gradients, and an infinite one is taken bac
   CHECK(same_bits(a, b));
   CHECK(state_of(two, b[0]).step.item<double>() == 4);
   Adam plain(a);
-  CHECK(text_of<lockstep::UsageError>([&] {
-          plain.step_scaled({torch::ones({1}), {}});
-        }).find("not fused") != std::string::npos);
+  CHECK_THROWS_AS(plain.step_scaled({torch::ones({1}), {}}), lockstep::UsageError);
 }
 
 TEST_CASE("what Adam saves is the same for the same training, and read by another") {
@@ -98,7 +96,7 @@ TEST_CASE("what Adam saves is the same for the same training, and read by anothe
 }
 
 TEST_CASE("an archive whose states do not fit the parameters is refused, and changes nothing") {
-  const auto refused = [](auto&& damage) {
+  const auto load_of = [](auto&& damage) {
     std::vector<torch::Tensor> a{torch::ones({4}, torch::requires_grad())}, b = {a[0].detach().clone()};
     b[0].requires_grad_();
     Adam one(a), two(b, {.lr = 5});
@@ -112,21 +110,18 @@ TEST_CASE("an archive whose states do not fit the parameters is refused, and cha
     CHECK((saved(two) == before) == !text.empty());
     return text;
   };
-  CHECK(refused([](AdamState& state, auto&) {
-          state.step = torch::empty({0});
-        }).find("step of parameter 0 of group 0 is no count") != std::string::npos);
-  CHECK(refused([](AdamState& state, auto&) {
-          state.step = torch::zeros({}, torch::kLong);
-        }).find("is no count") != std::string::npos);
-  CHECK(refused([](AdamState& state, auto&) {
-          state.exp_avg = torch::Tensor();
-        }).find("exp_avg of parameter 0 of group 0 is missing") != std::string::npos);
-  CHECK(refused([](AdamState& state, auto&) {
-          state.exp_avg = state.exp_avg.to(torch::kLong);
-        }).find("exp_avg of parameter 0 of group 0 is [4] int64") != std::string::npos);
-  CHECK(refused([](AdamState&, AdamOptions& options) { options.lr = -1; }).find("lr = -1") !=
-        std::string::npos);
-  CHECK(refused([](AdamState&, AdamOptions&) {}).empty());
+  const auto refused = [&](const char* words, auto&& damage) {
+    CHECK_THAT(load_of(damage), ContainsSubstring(words));
+  };
+  refused("step of parameter 0 of group 0 is no count",
+          [](AdamState& state, auto&) { state.step = torch::empty({0}); });
+  refused("is no count", [](AdamState& state, auto&) { state.step = torch::zeros({}, torch::kLong); });
+  refused("exp_avg of parameter 0 of group 0 is missing",
+          [](AdamState& state, auto&) { state.exp_avg = torch::Tensor(); });
+  refused("exp_avg of parameter 0 of group 0 is [4] int64",
+          [](AdamState& state, auto&) { state.exp_avg = state.exp_avg.to(torch::kLong); });
+  refused("lr = -1", [](AdamState&, AdamOptions& options) { options.lr = -1; });
+  CHECK(load_of([](AdamState&, AdamOptions&) {}).empty());
 }
 
 TEST_CASE("parameters of several dtypes, and complex ones, are stepped in one group") {
@@ -150,27 +145,21 @@ TEST_CASE("parameters of several dtypes, and complex ones, are stepped in one gr
 
 TEST_CASE("Adam refuses what Python refuses, in words") {
   auto p = some_parameters(6);
-  const auto refused = [&](const AdamOptions& options) {
-    return text_of<lockstep::UsageError>([&] { Adam(p, options); });
+  const auto refused = [&](const AdamOptions& options, const char* words) {
+    refuses<lockstep::UsageError>([&] { Adam(p, options); }, words);
   };
-  CHECK(text_of<lockstep::UsageError>([&] { Adam(std::vector<torch::Tensor>{}); }).find("no parameters") !=
-        std::string::npos);
-  CHECK(refused({.lr = -1}).find("Adam: lr = -1") == 0);
-  CHECK(refused({.betas = {1.0, 0.9}}) ==
-        "Adam: a beta = 1 of group 0 is not from 0 to below 1: choose another");
-  CHECK(refused({.betas = {0.9, -0.1}}).find("beta") != std::string::npos);
-  CHECK(refused({.eps = -1}).find("eps") != std::string::npos);
-  CHECK(refused({.weight_decay = -1}).find("weight_decay") != std::string::npos);
-  CHECK(
-      refused({.implementation = Implementation::foreach, .lr_tensor = torch::ones({})}).find("lr_tensor") !=
-      std::string::npos);
-  CHECK(text_of<lockstep::UsageError>([&] { AdamW(p, {.lr = -1}); }).find("AdamW: lr") == 0);
-  CHECK(refused({}).empty());
+  refused({.lr = -1}, "Adam: lr = -1");
+  refused({.betas = {1.0, 0.9}}, "Adam: a beta = 1 of group 0 is not from 0 to below 1: choose another");
+  refused({.betas = {0.9, -0.1}}, "beta");
+  refused({.eps = -1}, "eps");
+  refused({.weight_decay = -1}, "weight_decay");
+  refused({.implementation = Implementation::foreach, .lr_tensor = torch::ones({})}, "lr_tensor");
+  refuses<lockstep::UsageError>([&] { AdamW(p, {.lr = -1}); }, "AdamW: lr");
 
   auto complex = torch::randn({2}, at::kComplexFloat).requires_grad_();
-  CHECK(text_of<lockstep::UsageError>([&] {
-          Adam(std::vector<torch::Tensor>{complex}, {.implementation = Implementation::fused});
-        }).find("parameter 0 of group 0 (complex64 [2])") != std::string::npos);
+  refuses<lockstep::UsageError>(
+      [&] { Adam(std::vector<torch::Tensor>{complex}, {.implementation = Implementation::fused}); },
+      "parameter 0 of group 0 (complex64 [2])");
   Adam optimizer(p);
   p[1].mutable_grad() = torch::ones({12}).to_sparse();
   CHECK(

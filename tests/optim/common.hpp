@@ -6,8 +6,7 @@
 
 #include "lockstep/error.hpp"
 #include "support/archive.hpp"
-#include "support/catch.hpp"
-#include "support/text_of.hpp"
+#include "support/refuses.hpp"
 
 /// Parameters of some shapes, those of a vector's tail among them, from a seed.
 inline std::vector<torch::Tensor> some_parameters(int seed, at::ScalarType type = at::kFloat) {

@@ -2,8 +2,7 @@
 
 #include <limits>
 
-#include "support/catch.hpp"
-#include "support/text_of.hpp"
+#include "support/refuses.hpp"
 
 namespace trainer_options_test {
 
@@ -12,7 +11,7 @@ using lockstep::UsageError;
 
 TEST_CASE("options that cannot train are refused by name before training") {
   const auto refused = [](const TrainerOptions& options, const char* name) {
-    CHECK_THAT(text_of<UsageError>([&] { lockstep::validated(options); }), ContainsSubstring(name));
+    refuses<UsageError>([&] { lockstep::validated(options); }, name);
   };
   refused({.epochs = -1}, "epochs is -1");
   refused({.steps = -5}, "steps is -5");

@@ -27,23 +27,6 @@ std::vector<std::vector<torch::Tensor>> all_ranks(const Buckets& buckets, int st
   return result;
 }
 
-template <class Hook>
-void check_cast(double tolerance) {
-  Hook hook;
-  Buckets buckets(plan);
-  for (int step = 0; step < 3; ++step) {
-    const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(step));
-    const auto exact = buckets.average(step);
-    for (std::size_t b = 0; b < averages.size(); ++b) {
-      CAPTURE(step, b);
-      CHECK(averages[b].dtype() == torch::kFloat);
-      CHECK(same_on_all_ranks(averages[b]));
-      CHECK(torch::allclose(averages[b].to(torch::kDouble), exact[b], tolerance, tolerance));
-    }
-  }
-  CHECK(hook.wire_bytes() == on_the_wire(3 * 2 * (38 + 64 + 1)));
-}
-
 /// Half a step of each rank, averaged: the largest error of an element of these channels. [n] float64
 torch::Tensor error_bound(const Buckets& buckets, int step, std::size_t b, std::int64_t channel) {
   torch::Tensor bound = torch::zeros({buckets[b].flat.numel()}, torch::kDouble);
@@ -74,14 +57,6 @@ TEST_CASE("the plain hook sums, and counts its bytes") {
     CHECK(torch::allclose(averages[b], exact[b], 1e-14, 1e-15));
   CHECK(hook.wire_bytes() == on_the_wire(8 * (38 + 64 + 1)));
   CHECK(std::string(hook.name()) == "all_reduce");
-}
-
-TEST_CASE("fp16 casts, divides, sums and casts back") {
-  check_cast<Fp16Hook>(4e-3);
-}
-
-TEST_CASE("bf16 casts, divides, sums and casts back") {
-  check_cast<Bf16Hook>(3e-2);
 }
 
 TEST_CASE("bf16 keeps what is not finite, and the range of float32") {
@@ -139,13 +114,6 @@ TEST_CASE("bf16 summed in float32 is nearer to the average than bf16 summed in b
   CAPTURE(rough_error, fine_error);
   CHECK(fine_error < 0.95 * rough_error);
   CHECK(fine_error < 3e-3);
-}
-
-TEST_CASE("no-op leaves each rank its own") {
-  NoOpHook hook;
-  Buckets buckets(plan);
-  CHECK(same_bits(buckets.reduce(hook, shared_comm(), buckets.mine(1)), buckets.mine(1)));
-  CHECK(hook.wire_bytes() == 0);
 }
 
 TEST_CASE("alone, LocalComm gives the bits of Gloo", "[alone]") {
@@ -246,8 +214,7 @@ TEST_CASE("8 bits take float64 and LocalComm, and refuse an empty channel") {
     LocalComm local{test_world()};
     CHECK(same_bits(buckets.reduce(hook, local, buckets.mine(5))[0], average));
   }
-  CHECK_THROWS_WITH(QuantizedHook({.per_channel = true, .channel = 0}),
-                    ContainsSubstring("a channel of 0 elements"));
+  CHECK_THROWS_AS(QuantizedHook({.per_channel = true, .channel = 0}), UsageError);
 }
 
 }  // namespace compression_ranks_test
