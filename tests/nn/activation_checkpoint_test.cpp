@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "lockstep/precision/precision.hpp"
 #include "support/catch.hpp"
 
 namespace activation_checkpoint_test {
@@ -27,14 +28,18 @@ struct Run {
   at::Tensor generator;
 };
 
+at::Tensor generator_state() {
+  return at::globalContext().defaultGenerator(at::kCPU).get_state();
+}
+
 /// The loss, the gradients and the generator afterwards of `forward`, under the same seed.
 Run run(const std::vector<torch::Tensor>& leaves, const std::function<torch::Tensor()>& forward) {
   for (const auto& leaf : leaves) leaf.mutable_grad().reset();
   torch::manual_seed(5);
   const torch::Tensor loss = forward().pow(2).sum();
-  Run result{{loss.detach()}, lockstep::detail::default_generator_state()};
+  Run result{{loss.detach()}, generator_state()};
   loss.backward();
-  CHECK(lockstep::detail::default_generator_state().equal(result.generator));
+  CHECK(generator_state().equal(result.generator));
   for (const auto& leaf : leaves) result.tensors.push_back(leaf.grad());
   return result;
 }
@@ -56,15 +61,14 @@ TEST_CASE("a checkpoint has the bits of a plain call, and calls the function aga
   const auto under = [&](auto&& forward) -> std::function<torch::Tensor()> {
     return [&, forward] {
       if (!autocast) return forward();
-      const lockstep::detail::AutocastScope scope(at::kBFloat16);
-      return forward().to(torch::kFloat);
+      return lockstep::Bf16().forward(forward).to(torch::kFloat);
     };
   };
   const Run plain = run(leaves, under([&] { return first(second(first(x))); }));
   CHECK(first.calls == 2);
   const Run again = run(leaves, under([&] {
                           const auto y = first(checkpoint(std::ref(second), first(x)));
-                          CHECK(lockstep::detail::AutocastScope::current()[0].enabled == autocast);
+                          CHECK(at::autocast::is_autocast_enabled(at::kCPU) == autocast);
                           return y;
                         }));
   CHECK(second.calls == 3);
@@ -91,9 +95,11 @@ TEST_CASE("a parameter has its gradient where no input requires grad, and outsid
   const auto& weight = block.linear->weight;
   const auto forward = [&](bool checkpointed) {
     return [&, checkpointed] {
-      const lockstep::detail::AutocastScope scope(at::kBFloat16);
-      const auto y = checkpointed ? checkpoint(std::ref(block), x) : block(x);
-      return (y.sum() + torch::linear(x, weight).sum()).to(torch::kFloat);
+      const auto sum = [&] {
+        const auto y = checkpointed ? checkpoint(std::ref(block), x) : block(x);
+        return y.sum() + torch::linear(x, weight).sum();
+      };
+      return lockstep::Bf16().forward(sum).to(torch::kFloat);
     };
   };
   const Run plain = run({weight}, forward(false)), again = run({weight}, forward(true));

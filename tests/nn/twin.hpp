@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <memory>
+#include <utility>
 
 #include "lockstep/nn/sync_batch_norm.hpp"
 
@@ -20,3 +21,8 @@ struct Twin : lockstep::detail::StatisticsExchange {
   }
   int calls = 0;
 };
+
+/// The ranks of a batch norm that meet through `exchange`.
+inline auto group_of(std::shared_ptr<Twin> exchange = std::make_shared<Twin>()) {
+  return lockstep::detail::BatchNormGroup(std::move(exchange));
+}

@@ -25,12 +25,13 @@ TEST_CASE("half precisions reach the operators of a forward, and end with it") {
 TEST_CASE("nested scopes are each left for the one around") {
   torch::nn::Linear layer(4, 3);
   const auto input = torch::randn({2, 4});
-  const lockstep::detail::AutocastScope outer(at::kBFloat16);
-  {
-    const lockstep::detail::AutocastScope inner(at::kHalf);
-    CHECK(layer(input).scalar_type() == at::kHalf);
-  }
-  CHECK(layer(input).scalar_type() == at::kBFloat16);
+  const auto forward = [&] { return layer(input); };
+  lockstep::Fp16 half;
+  lockstep::Bf16().forward([&] {
+    CHECK(half.forward(forward).scalar_type() == at::kHalf);
+    CHECK(forward().scalar_type() == at::kBFloat16);
+    return 0;
+  });
 }
 
 TEST_CASE("copies of parameters do not outlive a forward") {

@@ -48,7 +48,7 @@ TEST_CASE("the page of a run is written after each epoch, and again for values a
     INFO(i);
     const std::string& written_page = pages[static_cast<std::size_t>(i)];
     CHECK(count(written_page, "</script>") == 1);  // the title's is escaped
-    CHECK_THAT(written_page, ContainsSubstring(R"("title":"a \u003c/script> title")"));
+    CHECK(count(written_page, R"("title":"a \u003c/script> title")") == 1);
     CHECK(count(written_page, R"("skipped":0)") == std::min(i + 1, 2));  // one for each epoch
     CHECK(count(written_page, R"("host":)") == world.size());
     CHECK(count(written_page, R"({"tag":"accuracy","points":[[7,0.5]]})") == (i == 2 ? 1 : 0));
@@ -65,7 +65,7 @@ TEST_CASE("a series keeps 1024 values at most") {
     });
   CHECK(wanted < 6000);
   const std::string json = series.json();
-  CHECK_THAT(json, ContainsSubstring("[[0,0],[128,256],[256,512]"));
+  CHECK(json.starts_with("[[0,0],[128,256],[256,512]"));
   CHECK(count(json, "],[") + 1 == 782);
 }
 
@@ -76,7 +76,7 @@ TEST_CASE("a trainer without other ranks has a page and a trace without buckets"
   lockstep::RunReport page{trainer.comm(), folder / "report.html"};
   lockstep::Trace trace{trainer.comm(), folder / "trace.json", {.from = 0, .to = 4}};
   trainer.fit(three_classes(32), cross_entropy_of, page, trace);
-  CHECK_THAT(text_of_file(folder / "report.html"), ContainsSubstring(R"("buckets":[]})"));
+  CHECK(count(text_of_file(folder / "report.html"), R"("buckets":[]})") == 1);
   CHECK(count(text_of_file(folder / "trace.json"), "\"name\":\"backward\"") == 4);
 }
 
@@ -151,9 +151,9 @@ TEST_CASE("the page of an earlier run is kept under the next free name") {
   }
   CHECK(folder.files() == 3);  // one for each run, not for each epoch
   CHECK(text_of_file(folder / "report.1.html") == "of the first run");
-  CHECK_THAT(text_of_file(folder / "report.2.html"), ContainsSubstring("run 0"));
-  CHECK_THAT(text_of_file(path), ContainsSubstring("run 1"));
-  CHECK_THAT(told, ContainsSubstring("report.html' is now '") && ContainsSubstring("report.2.html'\n"));
+  CHECK(count(text_of_file(folder / "report.2.html"), R"("title":"run 0")") == 1);
+  CHECK(count(text_of_file(path), R"("title":"run 1")") == 1);
+  CHECK_THAT(told, ContainsSubstring("report.html' is now '" + (folder / "report.2.html").string() + "'\n"));
 }
 
 TEST_CASE("a page or a trace that cannot be written is warned of once and stops nothing") {
