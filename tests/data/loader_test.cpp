@@ -31,7 +31,7 @@ template <class Loader>
 std::vector<std::vector<std::int64_t>> pass(Loader& loader) {
   std::vector<std::vector<std::int64_t>> batches;
   for (auto& batch : loader) {
-    const auto* targets = lockstep::detail::const_data<std::int64_t>(batch.target);
+    const auto* targets = batch.target.template data_ptr<std::int64_t>();
     batches.emplace_back(targets, targets + batch.target.size(0));
   }
   return batches;
@@ -118,7 +118,9 @@ TEST_CASE("a loader counts the passes and samples of a plain sampler") {
   std::stringstream bytes;
   archive.save_to(bytes);
   auto saved = archive_of(bytes.str());
-  CHECK(lockstep::detail::read_count(saved, "given") == 3);
+  c10::IValue given;
+  saved.read("given", given);
+  CHECK(given.toInt() == 3);
 }
 
 TEST_CASE("batches are the sampler's, in its order, with any number of workers") {
@@ -251,8 +253,7 @@ TEST_CASE("threads that the machine does not give are missed in words") {
   DataLoader loader{counting(10), in_order(10), {.num_workers = 3}};
   const std::string message = text_of<lockstep::Error>([&] { (void)loader.begin(); });
   REQUIRE(pthread_setattr_default_np(&usual) == 0);
-  CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started (") &&
-                          ContainsSubstring("ask for fewer workers"));
+  CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started ("));
 }
 
 TEST_CASE("what a dataset throws reaches the consumer with rank and batch") {
@@ -421,8 +422,7 @@ TEST_CASE("what cannot work is refused before it starts") {
     [[nodiscard]] Example get_batch(c10::ArrayRef<std::size_t>) const { return {}; }
   };
   const lockstep::Transform nothing = [](Example example, at::Generator&) { return example; };
-  CHECK_THROWS_WITH((DataLoader{Whole{}, in_order(4), {.transform = nothing}}),
-                    ContainsSubstring("batch_transform"));
+  CHECK_THROWS_AS((DataLoader{Whole{}, in_order(4), {.transform = nothing}}), lockstep::UsageError);
   DataLoader loader{counting(4), in_order(4), {.batch_size = 2}};
   auto running = loader.begin();
   CHECK_THROWS_AS(loader.begin(), lockstep::UsageError);

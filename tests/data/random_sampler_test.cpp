@@ -1,5 +1,4 @@
 #include "lockstep/data/sampler.hpp"
-#include "lockstep/detail/const_data.hpp"
 
 #include <sstream>
 
@@ -15,8 +14,12 @@ using lockstep_test::pass;
 
 namespace {
 
+at::Generator plain(std::uint64_t seed) {
+  return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
+
 std::vector<std::size_t> numbers(const at::Tensor& tensor) {
-  const auto* from = lockstep::detail::const_data<std::int64_t>(tensor);
+  const auto* from = tensor.data_ptr<std::int64_t>();
   return {from, from + tensor.numel()};
 }
 
@@ -27,8 +30,8 @@ static_assert(lockstep::Sampler<RandomSampler>);
 // Equality with the real Python package is tested by sampler_parity.py.
 
 TEST_CASE("a generator given draws one more permutation when a pass is read to its end") {
-  RandomSampler sampler{50, {.generator = at::detail::createCPUGenerator(3)}};
-  at::Generator twin = at::detail::createCPUGenerator(3);
+  RandomSampler sampler{50, {.generator = plain(3)}};
+  at::Generator twin = plain(3);
   for (const std::size_t batch_size : {7, 10, 50, 64}) {
     sampler.reset();
     const auto seen = all(sampler, batch_size);
@@ -49,16 +52,16 @@ TEST_CASE("a pass of a random sampler goes on where it was saved, and so does th
   for (const bool own : {false, true}) {
     torch::manual_seed(5);
     auto make = [own](std::uint64_t seed) {
-      return own ? RandomSampler{33, {.generator = at::detail::createCPUGenerator(seed)}} : RandomSampler{33};
+      return own ? RandomSampler{33, {.generator = plain(seed)}} : RandomSampler{33};
     };
     RandomSampler sampler = make(1), resumed = make(2);
     sampler.reset();
     (void)sampler.next(10);
     carry(sampler, resumed);
-    const at::Tensor default_state = at::detail::getDefaultCPUGenerator().get_state();
+    const at::Tensor default_state = at::globalContext().defaultGenerator(at::kCPU).get_state();
     const auto rest = all(sampler);
     const auto following = pass(sampler);
-    at::Generator default_generator = at::detail::getDefaultCPUGenerator();
+    at::Generator default_generator = at::globalContext().defaultGenerator(at::kCPU);
     default_generator.set_state(default_state);
     CHECK(resumed.size() == 23);  // of the coming pass
     CHECK(pass(resumed) == rest);
@@ -77,7 +80,7 @@ TEST_CASE("a saved position outside of the pass, or a state that is none, is ref
     archive.save_to(stream);
     return stream.str();
   };
-  const at::Tensor state = at::detail::createCPUGenerator(3).get_state();
+  const at::Tensor state = plain(3).get_state();
   RandomSampler sampler(8);
   sampler.reset();
   CHECK(sampler.next(3)->size() == 3);

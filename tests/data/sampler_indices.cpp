@@ -36,7 +36,7 @@ void print_passes(Loader& loader, std::size_t epochs, bool set_epoch) {
     std::vector<std::int64_t> numbers{static_cast<std::int64_t>(loader.size())};
     for (const auto& batch : loader) {
       numbers.push_back(batch.data.size(0));
-      const std::int64_t* samples = lockstep::detail::const_data<std::int64_t>(batch.data);
+      const std::int64_t* samples = batch.data.template data_ptr<std::int64_t>();
       numbers.insert(numbers.end(), samples, samples + batch.data.size(0));
     }
     numbers.push_back(default_draw());
@@ -69,7 +69,7 @@ int main() {
       std::cin >> length >> seed >> epochs >> batch >> drop_last >> workers >> own_generator;
       torch::manual_seed(seed);
       lockstep::RandomSamplerOptions options;
-      if (own_generator) options.generator = at::detail::createCPUGenerator(seed + 1);
+      if (own_generator) options.generator = at::make_generator<at::CPUGeneratorImpl>(seed + 1);
       lockstep::DataLoader loader{counting(length),
                                   lockstep::RandomSampler{length, options},
                                   {.batch_size = batch, .num_workers = workers, .drop_last = drop_last}};

@@ -44,7 +44,7 @@ TEST_CASE("the ranks have the parts of one draw, which differs in each epoch and
   const auto weights = torch::tensor({1.0, 0.0, 2.0, 5.0, 0.0, 0.5}, torch::kDouble);
   std::vector<std::vector<std::size_t>> epochs;
   for (std::size_t epoch = 0; epoch < 2; ++epoch) {
-    auto generator = at::detail::createCPUGenerator(7 + epoch);
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(7 + epoch);
     const auto order = torch::multinomial(weights, 11, true, generator);
     auto& seen = epochs.emplace_back(12);
     for (int rank = 0; rank < 3; ++rank) {
@@ -81,17 +81,16 @@ TEST_CASE("a dataset brings its weights, a pass resumes, and wrong weights are r
   other.reset();
   CHECK(rest(other) == rest(sampler));
   WeightedRandomSampler unlike{torch::ones(10), 10, Group{1, 2}, {.seed = 3}};
-  CHECK_THROWS_WITH(load(unlike, bytes), ContainsSubstring("a hash of the weights"));
+  CHECK_THROWS_AS(load(unlike, bytes), lockstep::CheckpointError);
 
   Weighted short_of{torch::ones(9), 10};
-  CHECK_THROWS_WITH((WeightedRandomSampler{short_of, Group{0, 1}}),
-                    ContainsSubstring("10 samples has 9 sample_weights"));
+  CHECK_THROWS_AS((WeightedRandomSampler{short_of, Group{0, 1}}), lockstep::DataError);
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const auto& weights : {torch::tensor({1.0, -1.0}), torch::tensor({nan, 1.0}), torch::zeros(3),
                               torch::ones({2, 2}), torch::zeros(0)})
     CHECK_THROWS_AS((WeightedRandomSampler{weights, 2, 0, 1}), lockstep::DataError);
-  CHECK_THROWS_WITH((WeightedRandomSampler{torch::tensor({1.0, 0.0, 3.0}), 3, 0, 1, {}, false}),
-                    ContainsSubstring("3 samples without replacement") && ContainsSubstring("2 are not 0"));
+  CHECK_THROWS_AS((WeightedRandomSampler{torch::tensor({1.0, 0.0, 3.0}), 3, 0, 1, {}, false}),
+                  lockstep::DataError);
   CHECK_THROWS_AS((WeightedRandomSampler{torch::ones(3), 3, 2, 2}), lockstep::UsageError);
 }
 

@@ -1,9 +1,8 @@
 #include "lockstep/datasets/mnist.hpp"
 
 #include "data/counted_memory.hpp"
-#include "support/catch.hpp"
+#include "support/refuses.hpp"
 #include "support/temporary_folder.hpp"
-#include "support/text_of.hpp"
 
 namespace mnist_test {
 
@@ -20,9 +19,6 @@ struct MnistFolder : TemporaryFolder {
     write_idx(*this / "train-labels-idx1-ubyte", train.labels);
     write_idx(*this / "t10k-images-idx3-ubyte", test.images);
     write_idx(*this / "t10k-labels-idx1-ubyte", test.labels);
-  }
-  std::string fault() const {
-    return text_of<DataError>([&] { lockstep::load_mnist(path()); });
   }
 };
 
@@ -51,47 +47,37 @@ TEST_CASE("MNIST's files are found by the names that 7-Zip and Kaggle give them"
   }
   CHECK(lockstep::load_mnist(folder.path()).train.size() == 30);
   std::filesystem::remove(folder / "train-images-idx3-ubyte");
-  CHECK_THROWS_WITH(
-      lockstep::require_unpacked_mnist(folder.path(), "--data"),
-      ContainsSubstring("found only " + (folder / "train-images.idx3-ubyte").string() + ": rename it"));
+  refuses<lockstep::UsageError>(
+      [&] { lockstep::require_unpacked_mnist(folder.path(), "--data"); },
+      "found only " + (folder / "train-images.idx3-ubyte").string() + ": rename it");
 }
 
 TEST_CASE("a folder that is not MNIST's is refused with file and reason") {
   MnistFolder folder;
   const auto digits = lockstep::draw_digits(30, 1);
-  SECTION("no folder") {
-    CHECK_THROWS_AS(lockstep::load_mnist(folder / "absent"), DataError);
-    CHECK_THROWS_AS(lockstep::load_mnist(folder / "t10k-labels-idx1-ubyte"), DataError);
+  CHECK_THROWS_AS(lockstep::load_mnist(folder / "absent"), DataError);
+  CHECK_THROWS_AS(lockstep::load_mnist(folder / "t10k-labels-idx1-ubyte"), DataError);
+  const std::string images = "train-images-idx3-ubyte", labels = "train-labels-idx1-ubyte";
+  at::Tensor no_digit = digits.labels.clone();
+  no_digit[4] = 10;
+  for (const auto& [name, content, words] : std::vector<std::tuple<std::string, at::Tensor, const char*>>{
+           {labels, digits.images,
+            "train-labels-idx1-ubyte: offset 3: found 3 dimensions, expected MNIST's labels, which have 1"},
+           {labels, digits.labels.narrow(0, 0, 29), "offset 4: found 29 labels, expected 30"},
+           {labels, no_digit, "offset 12: found label 10"},
+           {images, torch::zeros({30, 14, 28}, at::kByte),
+            "offset 8: found images of 14 x 28, expected 28 x 28"},
+           {images, torch::zeros({0, 28, 28}, at::kByte), "offset 4: found 30 labels, expected 0"}}) {
+    MnistFolder spoilt;
+    write_idx(spoilt / name, content);
+    refuses<DataError>([&] { lockstep::load_mnist(spoilt.path()); }, words);
   }
-  SECTION("a file missing") {
-    std::filesystem::remove(folder / "t10k-labels-idx1-ubyte");
-    CHECK_THAT(folder.fault(), ContainsSubstring("there is no t10k-labels-idx1-ubyte in it"));
-  }
-  SECTION("images where labels belong") {
-    write_idx(folder / "train-labels-idx1-ubyte", digits.images);
-    CHECK_THAT(folder.fault(),
-               ContainsSubstring("train-labels-idx1-ubyte: offset 3: found 3 dimensions, expected "
-                                 "MNIST's labels, which have 1"));
-  }
-  SECTION("fewer labels than images") {
-    write_idx(folder / "train-labels-idx1-ubyte", digits.labels.narrow(0, 0, 29));
-    CHECK_THAT(folder.fault(), ContainsSubstring("offset 4: found 29 labels, expected 30"));
-  }
-  SECTION("images of another size") {
-    write_idx(folder / "train-images-idx3-ubyte", torch::zeros({30, 14, 28}, at::kByte));
-    CHECK_THAT(folder.fault(), ContainsSubstring("offset 8: found images of 14 x 28, expected 28 x 28"));
-  }
-  SECTION("a label that is no digit") {
-    at::Tensor labels = digits.labels.clone();
-    labels[4] = 10;
-    write_idx(folder / "train-labels-idx1-ubyte", labels);
-    CHECK_THAT(folder.fault(), ContainsSubstring("offset 12: found label 10"));
-  }
-  SECTION("no digits at all") {
-    write_idx(folder / "train-images-idx3-ubyte", torch::zeros({0, 28, 28}, at::kByte));
-    write_idx(folder / "train-labels-idx1-ubyte", torch::zeros({0}, at::kByte));
-    CHECK_THAT(folder.fault(), ContainsSubstring("found 0 images"));
-  }
+  std::filesystem::remove(folder / "t10k-labels-idx1-ubyte");
+  refuses<DataError>([&] { lockstep::load_mnist(folder.path()); },
+                     "there is no t10k-labels-idx1-ubyte in it");
+  write_idx(folder / images, torch::zeros({0, 28, 28}, at::kByte));
+  write_idx(folder / labels, torch::zeros({0}, at::kByte));
+  refuses<DataError>([&] { lockstep::load_mnist(folder.path()); }, "found 0 images");
 }
 
 TEST_CASE("digits are drawn into the cache once, whole") {
@@ -136,11 +122,9 @@ TEST_CASE("a source without a folder is in the cache: synthetic digits, or downl
   // Already drawn, so that 70,000 digits need not be.
   lockstep::draw_digits_into(cache / "lockstep/digits-v1-60000-10000", 30, 20);
   CHECK(lockstep::load_mnist(lockstep::World()).train.size() == 30);
-  const auto download = [] {
-    lockstep::load_mnist(lockstep::World(), {.download = true, .mirrors = {"file:///absent"}});
-  };
-  CHECK_THROWS_AS(download(), lockstep::UsageError);
-  CHECK_THROWS_WITH(download(), ContainsSubstring((cache / "lockstep/mnist").string()));
+  refuses<lockstep::UsageError>(
+      [] { lockstep::load_mnist(lockstep::World(), {.download = true, .mirrors = {"file:///absent"}}); },
+      (cache / "lockstep/mnist").string());
 }
 
 }  // namespace mnist_test
