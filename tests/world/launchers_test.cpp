@@ -2,40 +2,25 @@
 
 #include <algorithm>
 #include <chrono>
-#include <map>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
-#include "lockstep/world/detail/launch_plan.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
+#include "world/planned.hpp"
 
 namespace launchers_test {
 
+using namespace lockstep_test;
+
 namespace {
-
-using Values = std::map<std::string, std::string>;
-
-lockstep::Variables variables(Values values) {
-  return [values = std::move(values)](const char* name) -> std::optional<std::string> {
-    const auto found = values.find(name);
-    return found == values.end() ? std::nullopt : std::optional(found->second);
-  };
-}
 
 std::optional<lockstep::detail::LaunchedRank> found(Values values) {
   return lockstep::detail::launched_rank(variables(std::move(values)));
-}
-
-std::string refusal(Values values) {
-  try {
-    found(std::move(values));
-  } catch (const lockstep::UsageError& error) {
-    return error.what();
-  }
-  return "accepted";
 }
 
 const Values slurm{{"SLURM_JOB_ID", "12"},
@@ -46,14 +31,6 @@ const Values slurm{{"SLURM_JOB_ID", "12"},
                    {"SLURM_NODEID", "1"},
                    {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
                    {"SLURM_STEP_NODELIST", "n[09-10]"}};
-
-Values changed(Values values, const std::string& name, const std::string& value) {
-  if (value.empty())
-    values.erase(name);
-  else
-    values[name] = value;
-  return values;
-}
 
 }  // namespace
 
@@ -68,8 +45,7 @@ TEST_CASE("node lists of Slurm") {
   CHECK(expand_node_list("x,y[1,3-4],z") == Names{"x", "y1", "y3", "y4", "z"});
   for (const char* wrong : {"", "n[1", "n1]", "n[a-b]", "n[3-1]", "x,,y", "n[]", "n[1,]", "n]1["}) {
     CAPTURE(wrong);
-    CHECK_THROWS_WITH(expand_node_list(wrong),
-                      ContainsSubstring("cannot be parsed") && ContainsSubstring("set MASTER_ADDR"));
+    CHECK_THROWS_AS(expand_node_list(wrong), lockstep::UsageError);
   }
 }
 
@@ -78,17 +54,17 @@ TEST_CASE("a list of Slurm's cannot exhaust this host") {
   const auto begin = std::chrono::steady_clock::now();
   std::string deep = "n";
   for (int i = 0; i < 40'000; ++i) deep += "[0]";
-  CHECK_THROWS_WITH(expand_node_list(deep), ContainsSubstring("cannot be parsed at 'n[0][0]"));
+  CHECK_THROWS_AS(expand_node_list(deep), lockstep::UsageError);
   for (const char* endless : {"n[0-999999]-[0-999999]", "n[0-2147483647]", "n[0-65535],n[0-65535]"})
-    CHECK_THROWS_WITH(expand_node_list(endless),
-                      "SLURM_STEP_NODELIST=" + std::string(endless) +
-                          " names more than 65536 hosts: set MASTER_ADDR to the host of rank 0");
+    refuses<lockstep::UsageError>([&] { expand_node_list(endless); },
+                                  "SLURM_STEP_NODELIST=" + std::string(endless) +
+                                      " names more than 65536 hosts: set MASTER_ADDR to the host of rank 0");
   CHECK(expand_node_list("n[0-65535]").size() == 65536);
   for (const char* endless : {"1(x2147483647)", "1(x65536),1"})
-    CHECK_THROWS_WITH(expand_task_counts(endless),
-                      "SLURM_STEP_TASKS_PER_NODE=" + std::string(endless) +
-                          " names more than 65536 hosts: set RANK, WORLD_SIZE, LOCAL_RANK and "
-                          "LOCAL_WORLD_SIZE by hand");
+    refuses<lockstep::UsageError>(
+        [&] { expand_task_counts(endless); },
+        "SLURM_STEP_TASKS_PER_NODE=" + std::string(endless) +
+            " names more than 65536 hosts: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand");
   CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
 }
 
@@ -97,13 +73,13 @@ TEST_CASE("several ranks without the rank of this one are refused, since each pr
     return size + "=2 is set but " + name +
            " is not: the launcher sets both, so pass its whole environment on, or unset " + size;
   };
-  CHECK(refusal({{"OMPI_COMM_WORLD_SIZE", "2"}}) == missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"));
-  CHECK(refusal({{"PMI_SIZE", "2"}}) == missing("PMI_SIZE", "PMI_RANK"));
+  refused({{"OMPI_COMM_WORLD_SIZE", "2"}}, missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"));
+  refused({{"PMI_SIZE", "2"}}, missing("PMI_SIZE", "PMI_RANK"));
   const Values step{
       {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}};
   for (const char* name : {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"})
-    CHECK(refusal(changed(step, name, "")) == missing("SLURM_STEP_NUM_TASKS", name));
-  CHECK(refusal(step) == "accepted");
+    refused(changed(step, name, ""), missing("SLURM_STEP_NUM_TASKS", name));
+  CHECK(found(step));
   // A launcher of one process sets no more than that.
   for (const char* size : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
     CHECK(!found({{size, "1"}}));
@@ -111,7 +87,7 @@ TEST_CASE("several ranks without the rank of this one are refused, since each pr
 
 TEST_CASE("which launcher has started a process as its only rank, for the line about the run") {
   const auto launcher = [](Values values) {
-    const auto env = lockstep::read_environment(variables(std::move(values)));
+    const auto env = read(std::move(values));
     CHECK(env.size == 1);
     return env.launcher + " " + env.rank_variables;
   };
@@ -155,28 +131,13 @@ TEST_CASE("a step of Slurm") {
   CHECK(rank.master_port <= 65535);
   CHECK(rank.master_port != found(changed(slurm, "SLURM_STEP_ID", "1"))->master_port);
 
-  CHECK(refusal(changed(slurm, "SLURM_STEP_NUM_TASKS", "")) ==
-        "SLURM_PROCID=2 is set but SLURM_STEP_NUM_TASKS is not: the launcher sets both, so pass its whole "
-        "environment on, or unset SLURM_PROCID");
-  CHECK_THAT(refusal(changed(slurm, "SLURM_PROCID", "3")),
-             ContainsSubstring("SLURM_PROCID=3 is out of range: with SLURM_STEP_NUM_TASKS=3"));
-  CHECK_THAT(refusal(changed(slurm, "SLURM_PROCID", "two")),
-             ContainsSubstring("SLURM_PROCID=two is not a whole number"));
-  CHECK_THAT(refusal(changed(slurm, "SLURM_NODEID", "2")), ContainsSubstring("SLURM_NODEID=2"));
-  CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_NODELIST", "n09")),
-             ContainsSubstring("SLURM_STEP_NODELIST=n09 (hosts: 1) contradicts SLURM_STEP_TASKS_PER_NODE="));
   // A script may set LOCAL_RANK for its own purposes: it does not hide the launcher's rank.
-  CHECK(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "0"))).rank == 2);
-  CHECK_THROWS_WITH(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "1"))),
-                    "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun: unset LOCAL_RANK");
-  CHECK_THROWS_WITH(lockstep::read_environment(variables(changed(slurm, "SLURM_STEP_NODELIST", ""))),
-                    ContainsSubstring("(SLURM_STEP_NODELIST is not set): set MASTER_ADDR"));
+  CHECK(read(changed(slurm, "LOCAL_RANK", "0")).rank == 2);
 }
 
 TEST_CASE("a batch script of Slurm is not a rank") {
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
-  CHECK_THAT(refusal(script), ContainsSubstring("inside Slurm job 12 of 3 tasks") &&
-                                  ContainsSubstring("was not started by srun"));
+  refused(script, "inside Slurm job 12 of 3 tasks (SLURM_NTASKS) but was not started by srun");
   CHECK(!found(changed(script, "SLURM_NTASKS", "1")));
   CHECK(!found(changed(script, "SLURM_NTASKS", "")));
 }
@@ -196,7 +157,6 @@ TEST_CASE("the mpirun of Open MPI") {
   const auto here = found(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4")).value();
   CHECK(here.master_addr == "127.0.0.1");
   CHECK(here.master_port >= 61000);
-  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_RANK", "4")), ContainsSubstring("out of range"));
   CHECK(!found(changed(changed(mpi, "OMPI_COMM_WORLD_RANK", "0"), "OMPI_COMM_WORLD_SIZE", "1")));
   Values job = changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4");
   job["PMIX_NAMESPACE"] = "7";
@@ -229,15 +189,6 @@ TEST_CASE("mpirun inside a job of Slurm") {
 }
 
 TEST_CASE("the environment and the plan follow the launcher") {
-  const auto read = [](Values values) { return lockstep::read_environment(variables(std::move(values))); };
-  const auto error = [&](Values values) -> std::string {
-    try {
-      read(std::move(values));
-    } catch (const lockstep::UsageError& thrown) {
-      return thrown.what();
-    }
-    return "accepted";
-  };
   const auto environment = read(slurm);
   CHECK(environment.rank == 2);
   CHECK(environment.size == 3);
@@ -250,7 +201,7 @@ TEST_CASE("the environment and the plan follow the launcher") {
 
   // srun -m arbitrary puts rank 0 on the first host of a file, which is not the first of the list.
   Values arbitrary = changed(slurm, "SLURM_DISTRIBUTION", "arbitrary");
-  CHECK_THAT(refusal(arbitrary), ContainsSubstring("set MASTER_ADDR to the host of rank 0"));
+  refused(arbitrary, "set MASTER_ADDR to the host of rank 0");
   arbitrary["MASTER_ADDR"] = "n10";
   CHECK(read(arbitrary).rendezvous.starts_with("tcp://n10:"));
 
@@ -259,8 +210,6 @@ TEST_CASE("the environment and the plan follow the launcher") {
   addressed["MASTER_PORT"] = "29500";
   addressed["WORLD_SIZE"] = "3";
   CHECK(read(addressed).rendezvous == "tcp://10.0.0.1:29500");
-  CHECK_THAT(error(changed(slurm, "WORLD_SIZE", "4")),
-             ContainsSubstring("WORLD_SIZE=4 contradicts srun, which has started 3 processes"));
 
   // srun starts torchrun, which starts the program.
   Values nested = addressed;
@@ -269,28 +218,14 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(read(changed(slurm, "WORLD_SIZE", "1")).size == 1);
   CHECK(read(changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).size == 1);
 
-  CHECK_THAT(error({{"OMPI_COMM_WORLD_RANK", "1"},
-                    {"OMPI_COMM_WORLD_SIZE", "4"},
-                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}),
-             ContainsSubstring("on every rank (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"));
-
-  const auto plan = [](std::vector<std::string> arguments, Values values,
-                       const lockstep::LaunchOptions& options = {}) {
-    arguments.insert(arguments.begin(), "program");
-    std::vector<const char*> argv;
-    for (const auto& argument : arguments) argv.push_back(argument.c_str());
-    return lockstep::detail::plan_launch(static_cast<int>(argv.size()), argv.data(), options,
-                                         variables(std::move(values)));
-  };
   CHECK(plan({}, slurm).worker);
-  CHECK_THROWS_WITH(plan({"--nproc", "2"}, slurm),
-                    "--nproc 2 contradicts srun, which has started 1 of 3 ranks on this host "
-                    "(SLURM_PROCID, SLURM_STEP_NUM_TASKS): leave --nproc out");
+  refused({"--nproc", "2"}, slurm,
+          "--nproc 2 contradicts srun, which has started 1 of 3 ranks on this host "
+          "(SLURM_PROCID, SLURM_STEP_NUM_TASKS): leave --nproc out");
   CHECK(plan({"--nproc", "2"}, changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).nproc == 2);
 
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
-  CHECK_THROWS_WITH(plan({}, script), ContainsSubstring("was not started by srun"));
+  CHECK_THROWS_AS(plan({}, script), lockstep::UsageError);
   CHECK(plan({"--nproc", "2"}, script).nproc == 2);
   const auto alone = plan({"--nproc", "1"}, script);
   CHECK(alone.worker);
@@ -316,24 +251,22 @@ TEST_CASE("the environment and the plan follow the launcher") {
   const Values global{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
   CHECK(read(global).rank == 1);
   CHECK(plan({}, global, {.nproc = 2}).worker);
-  CHECK_THROWS_WITH(plan({"--nproc", "2"}, global),
-                    "--nproc 2 contradicts mpiexec, which has started this process (PMI_RANK, PMI_SIZE): "
-                    "leave --nproc out");
+  refused({"--nproc", "2"}, global,
+          "--nproc 2 contradicts mpiexec, which has started this process (PMI_RANK, PMI_SIZE): leave --nproc "
+          "out");
 }
 
 TEST_CASE("only the ranks of torchrun and of --nproc are known to be consecutive on a host") {
   Values torchrun{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
   torchrun.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
-  CHECK(!lockstep::read_environment(variables(torchrun)).consecutive);  // the same numbers by hand
+  CHECK(!read(torchrun).consecutive);  // the same numbers by hand
   for (const char* launcher : {"TORCHELASTIC_RUN_ID", "LOCKSTEP_STORE_IS_HOSTED"})
-    CHECK(lockstep::read_environment(variables(changed(torchrun, launcher, "1"))).consecutive);
-  CHECK(!lockstep::read_environment(variables(slurm)).consecutive);
+    CHECK(read(changed(torchrun, launcher, "1")).consecutive);
+  CHECK(!read(slurm).consecutive);
 }
 
 TEST_CASE("the ranks of one run of a launcher have one secret, those of another run another") {
-  const auto secret = [](Values values) {
-    return lockstep::read_environment(variables(std::move(values))).store_secret;
-  };
+  const auto secret = [](Values values) { return read(std::move(values)).store_secret; };
   CHECK(secret(slurm) == secret(changed(slurm, "SLURM_PROCID", "0")));
   CHECK(secret(slurm) != secret(changed(slurm, "SLURM_STEP_ID", "977")));
   CHECK(secret(changed(slurm, "LOCKSTEP_STORE_SECRET", "mine")) == "mine");
@@ -370,11 +303,11 @@ TEST_CASE("PMIx") {
   CHECK(found(mpi)->master_port == found(changed(mpi, "PMIX_RANK", "0"))->master_port);
   // No variable of PMIx holds the number of ranks.
   const Values alone{{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "x"}};
-  CHECK(
-      refusal(alone) ==
+  refused(
+      alone,
       "PMIX_RANK=1 is set, but no variable holds the number of ranks: start the program by srun, mpirun or "
       "mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or WORLD_SIZE=1 for a process on its own");
-  CHECK(lockstep::read_environment(variables(changed(alone, "WORLD_SIZE", "1"))).size == 1);
+  CHECK(read(changed(alone, "WORLD_SIZE", "1")).size == 1);
 }
 
 TEST_CASE("torchrun under srun, also with PMIx: torchrun's variables win") {
@@ -392,7 +325,7 @@ TEST_CASE("torchrun under srun, also with PMIx: torchrun's variables win") {
                  {"MASTER_PORT", "29400"},
                  {"TORCHELASTIC_RUN_ID", "none"},
                  {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
-  const auto environment = lockstep::read_environment(variables(nested));
+  const auto environment = read(nested);
   CHECK(environment.rank == 5);
   CHECK(environment.size == 6);
   CHECK(environment.local_rank == 1);
@@ -413,19 +346,17 @@ TEST_CASE("a pod of Kubeflow's PyTorchJob is a rank set by hand") {
                    {"PET_NODE_RANK", "2"},
                    {"PET_NPROC_PER_NODE", "auto"},
                    {"PYTHONUNBUFFERED", "1"}};
-  const auto environment = lockstep::read_environment(variables(pod));
+  const auto environment = read(pod);
   CHECK(environment.rank == 2);
   CHECK(environment.size == 3);
   CHECK(environment.rendezvous == "tcp://digits-master-0:23456");
   CHECK(!environment.launched);
   CHECK(!environment.store_is_hosted);
   CHECK(environment.launcher.empty());
-  const char* argv[] = {"program"};
-  CHECK(lockstep::detail::plan_launch(1, argv, {}, variables(pod)).worker);
+  CHECK(plan({}, pod).worker);
 }
 
 TEST_CASE("which launcher assigned a rank, for the line about the run") {
-  const auto read = [](Values values) { return lockstep::read_environment(variables(std::move(values))); };
   CHECK(read(slurm).launcher == "srun");
   CHECK(read(slurm).rank_variables == "SLURM_PROCID, SLURM_STEP_NUM_TASKS");
   CHECK(read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}})
@@ -438,40 +369,58 @@ TEST_CASE("which launcher assigned a rank, for the line about the run") {
 }
 
 TEST_CASE("variables of a launcher that contradict each other are refused, by name and value") {
-  CHECK_THAT(refusal(changed(slurm, "SLURM_LOCALID", "1")),
-             ContainsSubstring("SLURM_LOCALID=1 is out of range: with 1 rank on this host "
-                               "(SLURM_STEP_TASKS_PER_NODE) it must be in 0 to 0"));
-  CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "2,x")),
-             ContainsSubstring("SLURM_STEP_TASKS_PER_NODE=2,x cannot be parsed at 'x'"));
-  CHECK(refusal(changed(slurm, "SLURM_STEP_NODELIST", "n[09-")) ==
-        "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the host of rank 0");
   const Values mpi{{"OMPI_COMM_WORLD_RANK", "1"},
                    {"OMPI_COMM_WORLD_SIZE", "4"},
                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
-  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "4")),
-             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"));
-  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5")),
-             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts OMPI_COMM_WORLD_SIZE=4"));
-  CHECK(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2")) ==
-        "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
-        "smaller than its number here: pass the launcher's whole environment on, or unset "
-        "OMPI_COMM_WORLD_LOCAL_RANK");
-  CHECK(
-      refusal(changed(slurm, "SLURM_STEP_NUM_TASKS", "4")) ==
-      "SLURM_STEP_TASKS_PER_NODE=2,1 (3 tasks in all) contradicts SLURM_STEP_NUM_TASKS=4: pass srun's whole "
-      "environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand");
-  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_SIZE", "")),
-             ContainsSubstring("OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WORLD_SIZE is not"));
   const Values pmi{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "2"}, {"MPI_LOCALNRANKS", "2"}};
-  CHECK_THAT(refusal(pmi), ContainsSubstring("MPI_LOCALRANKID=2 is out of range"));
+  for (
+      const auto& [values, words] : std::vector<std::pair<Values, std::string>>{
+          {changed(slurm, "SLURM_STEP_NUM_TASKS", ""),
+           "SLURM_PROCID=2 is set but SLURM_STEP_NUM_TASKS is not: the launcher sets both, so pass its whole "
+           "environment on, or unset SLURM_PROCID"},
+          {changed(slurm, "SLURM_PROCID", "3"),
+           "SLURM_PROCID=3 is out of range: with SLURM_STEP_NUM_TASKS=3"},
+          {changed(slurm, "SLURM_PROCID", "two"), "SLURM_PROCID=two is not a whole number"},
+          {changed(slurm, "SLURM_NODEID", "2"), "SLURM_NODEID=2"},
+          {changed(slurm, "SLURM_STEP_NODELIST", "n09"),
+           "SLURM_STEP_NODELIST=n09 (hosts: 1) contradicts SLURM_STEP_TASKS_PER_NODE="},
+          {changed(slurm, "SLURM_STEP_NODELIST", "n[09-"),
+           "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the host of rank 0"},
+          {changed(slurm, "SLURM_STEP_NODELIST", ""), "(SLURM_STEP_NODELIST is not set): set MASTER_ADDR"},
+          {changed(slurm, "LOCAL_RANK", "1"),
+           "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun: unset LOCAL_RANK"},
+          {changed(slurm, "WORLD_SIZE", "4"), "WORLD_SIZE=4 contradicts srun, which has started 3 processes"},
+          {changed(slurm, "SLURM_LOCALID", "1"),
+           "SLURM_LOCALID=1 is out of range: with 1 rank on this host (SLURM_STEP_TASKS_PER_NODE) it must be "
+           "in 0 to 0"},
+          {changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "2,x"),
+           "SLURM_STEP_TASKS_PER_NODE=2,x cannot be parsed at 'x'"},
+          {changed(slurm, "SLURM_STEP_NUM_TASKS", "4"),
+           "SLURM_STEP_TASKS_PER_NODE=2,1 (3 tasks in all) contradicts SLURM_STEP_NUM_TASKS=4: pass srun's "
+           "whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand"},
+          {changed(mpi, "OMPI_COMM_WORLD_RANK", "4"), "OMPI_COMM_WORLD_RANK=4 is out of range"},
+          {changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "4"),
+           "OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"},
+          {changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5"),
+           "OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts OMPI_COMM_WORLD_SIZE=4"},
+          {changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+           "on every rank (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"},
+          {changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2"),
+           "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
+           "smaller than its number here: pass the launcher's whole environment on, or unset "
+           "OMPI_COMM_WORLD_LOCAL_RANK"},
+          {changed(mpi, "OMPI_COMM_WORLD_SIZE", ""),
+           "OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WORLD_SIZE is not"},
+          {pmi, "MPI_LOCALRANKID=2 is out of range"}})
+    refused(values, words);
 }
 
 TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
   Values unparsable = changed(slurm, "SLURM_STEP_NODELIST", "n[09-");
   unparsable["MASTER_ADDR"] = "n09";
-  const auto environment = lockstep::read_environment(variables(unparsable));
-  CHECK(environment.rendezvous == lockstep::read_environment(variables(slurm)).rendezvous);
+  const auto environment = read(unparsable);
+  CHECK(environment.rendezvous == read(slurm).rendezvous);
   CHECK(environment.rendezvous_origin.text == "MASTER_ADDR=n09, MASTER_PORT from srun");
 }
 
@@ -487,16 +436,16 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
   CHECK(thread_share(2, 0, 0).threads == 1);
 
   const auto threads = [](Values values) {
-    const auto environment = lockstep::read_environment(variables(values));
+    const auto environment = read(values);
     const auto share = lockstep::detail::launched_threads(environment, variables(values));
     return share ? std::optional(share->threads) : std::nullopt;
   };
   Values step = slurm;  // one of the step's tasks on this host
   step["SLURM_CPUS_ON_NODE"] = "1";
   CHECK(threads(step) == 1);
-  CHECK(lockstep::read_environment(variables(step)).host_cores == 1);
+  CHECK(read(step).host_cores == 1);
   step["SLURM_CPUS_PER_TASK"] = "6";
-  CHECK(lockstep::read_environment(variables(step)).host_cores == 6);
+  CHECK(read(step).host_cores == 6);
   CHECK(threads(step) == std::min(6, lockstep::detail::usable_cores()));
   CHECK(threads(slurm) == lockstep::detail::usable_cores());
   CHECK(!threads(changed(slurm, "OMP_NUM_THREADS", "3")));
@@ -518,6 +467,28 @@ TEST_CASE("the launcher of a process is its nearest ancestor without the launche
   setenv("LOCKSTEP_TEST_SET_LATER", "1", 1);
   CHECK(started_with(getpid(), "LOCKSTEP_TEST_SET_LATER") == false);  // /proc shows the initial environment
   unsetenv("LOCKSTEP_TEST_SET_LATER");
+}
+
+TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {
+  const char* before = std::getenv("CUDA_VISIBLE_DEVICES");
+  const std::string kept = before ? before : "";
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  const TemporaryFolder driver, devices;
+  const auto count = [&] {
+    return lockstep::detail::visible_gpus(driver.path().c_str(), devices.path().c_str());
+  };
+  CHECK(count() == 0);
+  for (const char* name : {"nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "nvidia", "null"})
+    devices.write(name, "");
+  CHECK(count() == 3);
+  driver.write("0000:01:00.0", "");
+  CHECK(count() == 1);
+  setenv("CUDA_VISIBLE_DEVICES", "-1", 1);
+  CHECK(count() == 0);
+  if (before)
+    setenv("CUDA_VISIBLE_DEVICES", kept.c_str(), 1);
+  else
+    unsetenv("CUDA_VISIBLE_DEVICES");
 }
 
 }  // namespace launchers_test
