@@ -6,12 +6,14 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <pty.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -308,6 +310,21 @@ inline std::string test_program(const std::string& name) {
   return fmt::format("{}/{}", folder ? folder : ".", name);
 }
 
+/// The name of this host.
+inline std::string host_name() {
+  char name[256] = "?";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+/// How many threads each of several ranks on this host gets where nobody says otherwise.
+inline int share_of_cores(int ranks) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  sched_getaffinity(0, sizeof set, &set);
+  return std::max(1, CPU_COUNT(&set) / ranks);
+}
+
 /// A port of the loopback that is taken: a socket of this process listens on it.
 class TakenPort {
  public:
@@ -317,7 +334,7 @@ class TakenPort {
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     socklen_t length = sizeof address;
     auto* const any = reinterpret_cast<sockaddr*>(&address);
-    if (bind(fd_, any, length) != 0 || listen(fd_, 1) != 0 || getsockname(fd_, any, &length) != 0)
+    if (bind(fd_, any, length) != 0 || listen(fd_, SOMAXCONN) != 0 || getsockname(fd_, any, &length) != 0)
       throw std::runtime_error("no port is free");
     number_ = ntohs(address.sin_port);
   }
