@@ -6,8 +6,6 @@
 #include <filesystem>
 #include <string>
 
-#include "lockstep/world/detail/cpu_affinity.hpp"
-#include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/temporary_folder.hpp"
@@ -16,9 +14,7 @@
 namespace mpirun_fault_test {
 
 using namespace std::chrono_literals;
-using lockstep_test::count;
-using lockstep_test::run;
-using lockstep_test::test_program;
+using namespace lockstep_test;
 using Strings = std::vector<std::string>;
 
 namespace {
@@ -62,22 +58,20 @@ TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are
   Strings command = started(launcher, 3, "well");
   if (command.empty()) return;
   const std::string program = test_program("world_program");
-  const int share = std::max(1, lockstep::detail::usable_cores() / 3);
   const auto said = run(command, {{"OMP_NUM_THREADS", ""}}, 120s);
   INFO(said.out << said.error);
   CHECK(count(said.error,
               fmt::format(
                   "lockstep: 3 ranks on 1 host ({}: 3), started by {} ({}), rendezvous at tcp://127.0.0.1:6",
-                  lockstep::detail::host_name(), name, variables)) == 1);
+                  host_name(), name, variables)) == 1);
   CHECK(count(said.error,
               fmt::format("; threads per rank: {}, from the cores of the host divided by its ranks\n",
-                          share)) == 1);
+                          share_of_cores(3))) == 1);
   CHECK(count(said.error, "lockstep: ") == 1);
 
   // One rank per core of two, bound or not; through a script; and as the user says.
   command = started(launcher, 2, "threads");
-  const int half = std::max(1, lockstep::detail::usable_cores() / 2);
-  const auto unbound = fmt::format("threads {}\n", half);
+  const auto unbound = fmt::format("threads {}\n", share_of_cores(2));
   if (launcher == "mpirun.openmpi") {
     CHECK(count(run(command, {{"OMP_NUM_THREADS", ""}}, 120s).out, "threads 1\n") ==
           2);  // each bound to a core
@@ -116,7 +110,7 @@ TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MA
     WARN("SKIPPED: no " << path);
     return;
   }
-  const lockstep_test::TwoHosts hosts;
+  const TwoHosts hosts;
   if (!hosts.missing().empty()) {
     WARN("SKIPPED: " << hosts.missing());
     return;
