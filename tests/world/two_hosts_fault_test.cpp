@@ -8,16 +8,13 @@
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/reported.hpp"
 #include "support/two_hosts.hpp"
 
 namespace two_hosts_fault_test {
 
 using namespace std::chrono_literals;
-using lockstep_test::by_hand;
-using lockstep_test::count;
-using lockstep_test::test_program;
-using lockstep_test::Together;
-using lockstep_test::Variables;
+using namespace lockstep_test;
 
 namespace {
 
@@ -33,7 +30,7 @@ Variables rank_at(const std::string& address, int rank, int size, const Variable
 
 /// Programs on the two hosts, and how long they took.
 struct Hosts {
-  lockstep_test::TwoHosts hosts;
+  TwoHosts hosts;
   Together ranks;
   std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
 
@@ -55,11 +52,10 @@ struct Hosts {
     CHECK(codes == std::vector<int>(ranks.all.size(), code));
     for (const auto& process : ranks.all) {
       INFO(process->out() << process->error());
-      CHECK(process->error().starts_with("error: "));
+      CHECK(reported(process->error()).alone);
       CHECK_THAT(process->error(), ContainsSubstring(text));
-      CHECK(count(process->error(), "\n") == 1);
     }
-    CHECK(lockstep_test::processes_left(ranks.marker) == 0);
+    CHECK(processes_left(ranks.marker) == 0);
   }
 };
 
@@ -77,64 +73,23 @@ TEST_CASE("ranks that wait for a host say so within 10 s, and in the end with va
   auto variables = rank_at("10.177.0.1", 0, 4, soon);
   variables["MASTER_PORT"] = "29618";
   on.start("A", variables, {"--nproc", "2"});
-  // Another run, whose rank 0 is not on the host that MASTER_ADDR names.
-  variables = rank_at("nodeA", 0, 2, soon);
-  variables["MASTER_PORT"] = "29619";
-  on.start("B", variables);
 
   for (auto& process : on.ranks.all) REQUIRE(process->wait_for_output("gives up in", 10s));
   CHECK(std::chrono::steady_clock::now() - on.begin < 10s);
-  CHECK(on.ranks.wait(60s) == std::vector<int>(4, 1));
+  CHECK(on.ranks.wait(60s) == std::vector<int>(3, 1));
   for (const int which : {0, 1}) {
     const auto& error = on.ranks[which].error();
     INFO(error);
     const auto where = fmt::format("{0}:{1} (MASTER_ADDR={0}, MASTER_PORT={1})",
                                    addresses[static_cast<std::size_t>(which)], port);
     CHECK(error.find("warning: waiting for the store of rank 0 at tcp://" + where + ": ") < 10);
-    CHECK_THAT(error,
-               ContainsSubstring(" s (LOCKSTEP_RENDEZVOUS_TIMEOUT)\nerror: rank 1 failed: no store at " +
-                                 where + " after 8 s: "));
-    CHECK(error.ends_with(
-        ". Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank\n"));
+    CHECK(reported(error).failure.message.starts_with("no store at " + where + " after 8 s: "));
     CHECK(count(error, "\n") == 2);
-    if (which == 0) CHECK(count(error, "it refuses the connection: nothing listens there") == 2);
   }
-  INFO(on.ranks[2].error() << on.ranks[3].error());
-  CHECK_THAT(
-      on.ranks[2].error(),
-      ContainsSubstring("warning: waiting for ranks 2 and 3 of 4; gives up in ") &&
-          ContainsSubstring("ranks 2 and 3 of 4 did not join within 8 s: start them with the MASTER_ADDR, "
-                            "MASTER_PORT and WORLD_SIZE of the others\n"));
-  CHECK_THAT(on.ranks[3].error(),
-             ContainsSubstring(
-                 "warning: waiting for rank 1 of 2; MASTER_ADDR=nodeA is no address of this host (nodeB): "
-                 "rank 0 must run on the host that it names; gives up in ") &&
-                 ContainsSubstring("rank 1 of 2 did not join within 8 s: start it with ") &&
-                 ContainsSubstring("rank 0 must run on the host that it names\n"));
-}
-
-TEST_CASE("a name of the master host that nobody knows ends both hosts within 10 s of the programs' start",
-          "[.release]") {
-  Hosts on;
-  if (!on.there()) return;
-  for (const char* host : {"A", "B"}) {
-    const int first = *host == 'A' ? 0 : 1;
-    on.start(host, rank_at("nodeX", first, 2));
-    on.start(host, rank_at("nodeX", 2 * first, 4), {"--nproc", "2"});
-  }
-  const auto codes = on.ranks.wait(60s);
-  constexpr auto start = 4s;  // a busy machine starts the processes late
-  CHECK(std::chrono::steady_clock::now() - on.begin < start + 10s);
-  CHECK(codes == std::vector<int>(4, 1));
-  for (const int command : {0, 1, 2, 3}) {
-    const auto& error = on.ranks[command].error();
-    INFO(error);
-    CHECK_THAT(error, ContainsSubstring(fmt::format("the name 'nodeX' of the master host (MASTER_ADDR=nodeX, "
-                                                    "MASTER_PORT={}) cannot be resolved on node{} (",
-                                                    port, command < 2 ? "A" : "B")));
-    CHECK(error.ends_with("): check its spelling, or set MASTER_ADDR to its address\n"));
-    CHECK(count(error, "\n") == 1);
-  }
+  INFO(on.ranks[2].error());
+  CHECK(reported(on.ranks[2].error()).failure.message ==
+        "ranks 2 and 3 of 4 did not join within 8 s: start them with the MASTER_ADDR, MASTER_PORT and "
+        "WORLD_SIZE of the others");
 }
 
 TEST_CASE("hosts that disagree on the world size are both told within 10 s") {
@@ -149,34 +104,15 @@ TEST_CASE("hosts that disagree on the world size are both told within 10 s") {
     CHECK(std::chrono::steady_clock::now() - on.begin < 10s);
     CHECK(codes == std::vector<int>{1, 2});
     INFO(on.ranks[0].error() << on.ranks[1].error());
-    const std::string fault = size == std::string("2")
-                                  ? "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1\n"
-                                  : "WORLD_SIZE=3x is not a whole number. Set it to one, or unset it\n";
-    CHECK(on.ranks[1].error() == "error: " + fault);
-    CHECK_THAT(on.ranks[0].error(),
-               ContainsSubstring("nodeB pid ") && ContainsSubstring(" cannot join: " + fault));
-  }
-  {
-    Hosts on;
-    if (!on.there()) return;
-    on.start("A", rank_at("10.177.0.1", 0, 2));
-    on.start("B", rank_at("10.177.0.1", 1, 3));
-    const auto codes = on.ranks.wait(60s);
-    CHECK(std::chrono::steady_clock::now() - on.begin < 10s);
-    CHECK(codes == std::vector<int>{1, 1});
-    for (const int host : {0, 1}) {
-      INFO(on.ranks[host].error());
-      CHECK(on.ranks[host].error().starts_with(
-          fmt::format("error: rank {} failed: the ranks disagree on their number: rank ", host)));
-      CHECK_THAT(on.ranks[host].error(),
-                 ContainsSubstring("rank 1 says world size 3") || ContainsSubstring("rank 1 says 3"));
-      CHECK(on.ranks[host].error().ends_with(". Start all of them with one WORLD_SIZE\n"));
-    }
+    const auto fault = reported(on.ranks[1].error()).failure.message;
+    CHECK(fault.size() > 20);
+    CHECK(on.ranks[0].error().ends_with(" cannot join: " + fault + "\n"));
   }
   Hosts on;
+  if (!on.there()) return;
   on.start("A", rank_at("10.177.0.1", 0, 4), {"--nproc", "2"});
   on.start("B", rank_at("10.177.0.1", 2, 5), {"--nproc", "2"});
-  on.all_end_with(1, "the ranks disagree on their number");
+  on.all_end_with(1, "the ranks disagree on their number: rank ");
 }
 
 TEST_CASE("a rank that two hosts claim is named on both within 10 s, also rank 0", "[.release]") {
@@ -191,15 +127,8 @@ TEST_CASE("a rank that two hosts claim is named on both within 10 s, also rank 0
     on.start("A", rank_at("10.177.0.1", rank, 3));
     on.all_end_with(1,
                     fmt::format(", the latter with RANK={}: give every process its own RANK on node", rank));
-    for (const auto& process : on.ranks.all) {
-      INFO(process->error());
-      CHECK_THAT(
-          process->error(),
-          ContainsSubstring(fmt::format("rank {} is claimed by node", rank)) &&
-                  ContainsSubstring("nodeA pid ") && ContainsSubstring("nodeB pid ") &&
-                  ContainsSubstring("RANK on nodeA and nodeB, and every run a MASTER_PORT of its own\n") ||
-              ContainsSubstring("RANK on nodeB and nodeA, and every run a MASTER_PORT of its own\n"));
-    }
+    for (const auto& process : on.ranks.all)
+      for (const char* claimant : {"nodeA pid ", "nodeB pid "}) CHECK(count(process->error(), claimant) == 1);
   }
 }
 
@@ -208,23 +137,18 @@ TEST_CASE("variables that contradict each other end both hosts with exit code 2 
     Variables variables;
     std::string text;
   };
-  for (const auto& [variables, text] : std::vector<Case>{
-           {{{"RANK", "2"}}, "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
-           {{{"MASTER_ADDR", ""}},
-            "MASTER_ADDR is not set: the ranks need the address of their rendezvous. Set MASTER_ADDR"},
-           {{{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "1"}, {"RANK", "1"}}, "LOCAL_RANK=1 is out of range"},
-           {{{"RANK", ""}, {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "3"}},
-            "WORLD_SIZE=2 contradicts mpirun of Open MPI, which has started 3 processes: unset WORLD_SIZE"},
-           {{{"RANK", ""},
-             {"WORLD_SIZE", ""},
-             {"MASTER_ADDR", ""},
-             {"SLURM_JOB_ID", "7"},
-             {"SLURM_STEP_ID", "0"},
-             {"SLURM_PROCID", "0"},
-             {"SLURM_STEP_NUM_TASKS", "2"},
-             {"SLURM_STEP_NODELIST", "n[09-"}},
-            "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the host of rank "
-            "0"}}) {
+  for (const auto& [variables, text] :
+       std::vector<Case>{{{{"RANK", "2"}}, "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
+                         {{{"RANK", ""},
+                           {"WORLD_SIZE", ""},
+                           {"MASTER_ADDR", ""},
+                           {"SLURM_JOB_ID", "7"},
+                           {"SLURM_STEP_ID", "0"},
+                           {"SLURM_PROCID", "0"},
+                           {"SLURM_STEP_NUM_TASKS", "2"},
+                           {"SLURM_STEP_NODELIST", "n[09-"}},
+                          "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the "
+                          "host of rank 0"}}) {
     CAPTURE(text);
     Hosts on;
     if (!on.there()) return;
@@ -252,8 +176,8 @@ TEST_CASE("pods of Kubeflow's PyTorchJob train together, and rank 0 says what it
   INFO(on.ranks[0].out() << on.ranks[0].error() << on.ranks[1].out() << on.ranks[1].error());
   CHECK(codes == std::vector<int>{0, 0});
   CHECK(count(on.ranks[0].error(),
-              "lockstep: 2 ranks on 2 hosts (nodeA: 1, nodeB: 1), started by hand (RANK, "
-              "WORLD_SIZE), rendezvous at tcp://") == 1);
+              "lockstep: 2 ranks on 2 hosts (nodeA: 1, nodeB: 1), started by hand (RANK, WORLD_SIZE), "
+              "rendezvous at tcp://") == 1);
   CHECK(count(on.ranks[0].error(), "; threads per rank: 1, from OMP_NUM_THREADS\n") == 1);
 }
 
