@@ -1,15 +1,10 @@
 #pragma once
 
-#include <algorithm>
-#include <chrono>
 #include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/store_connection.hpp"
 #include "support/process.hpp"
 
 namespace lockstep_test {
@@ -20,19 +15,6 @@ inline Variables by_hand(int rank, int size, int port) {
           {"WORLD_SIZE", std::to_string(size)},
           {"MASTER_ADDR", "127.0.0.1"},
           {"MASTER_PORT", std::to_string(port)}};
-}
-
-/// Blocks until these ranks have signed in at the store on `port`, which one of them hosts.
-inline void await_sign_in(int port, const std::vector<int>& ranks) {
-  using namespace lockstep::detail;
-  constexpr std::chrono::seconds timeout(30);
-  StoreConnection store({"127.0.0.1", port}, timeout);
-  const auto joined = [&] {
-    const auto known = RunClient(store, timeout).members(ranks);
-    return std::all_of(known.begin(), known.end(),
-                       [](const KnownRank& one) { return one.identity.has_value(); });
-  };
-  while (!joined()) std::this_thread::sleep_for(std::chrono::milliseconds(10));
 }
 
 /// Several processes under one marker, as somebody starts them one by one: nobody watches over them.

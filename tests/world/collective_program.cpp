@@ -7,10 +7,9 @@
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
+#include "support/store_news.hpp"
 
 using namespace std::chrono_literals;
 
@@ -70,11 +69,8 @@ int rank_of(const std::string& mode, lockstep::World world) {
     throw lockstep::DataError("a bad batch");
   }
   if (mode == "comes after a death") {  // of rank 1, which the store has noticed and not published
-    const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
-    lockstep::detail::StoreConnection store({url.host, url.port}, 30s);
     world.log.all().info("rank {} waits for a death", world.rank());
-    while (!lockstep::detail::RunClient(store, 30s).members({1}).at(0).lost)
-      std::this_thread::sleep_for(10ms);
+    lockstep_test::await_death(world, 1);
   }
   if (mode == "never comes") lockstep_test::meet(world);
   if (mode.starts_with("retries")) {

@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "lockstep/world/detail/child.hpp"
-#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
@@ -14,19 +13,14 @@
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/reported.hpp"
+#include "support/store_news.hpp"
 
 namespace launch_fault_test {
 
 using namespace std::chrono_literals;
-using lockstep_test::await_sign_in;
-
-using lockstep_test::by_hand;
-using lockstep_test::count;
-using lockstep_test::processes_left;
-using lockstep_test::run;
-using lockstep_test::start;
-using lockstep_test::test_program;
-using lockstep_test::Together;
+using lockstep::FailureKind;
+using namespace lockstep_test;
 using Strings = std::vector<std::string>;
 
 namespace {
@@ -62,18 +56,11 @@ TEST_CASE("launch runs every rank and ends with 0") {
 TEST_CASE("the line about the run says what started it and the threads of a rank") {
   const auto result = run({program, "well", "--nproc", "3"}, {{"OMP_NUM_THREADS", ""}});
   INFO(result.out << result.error);
-  CHECK(result.about_run ==
-        fmt::format("lockstep: 3 ranks on 1 host ({}: 3), started by --nproc; threads per rank: {}, from the "
-                    "cores of the host divided by its ranks\n",
-                    lockstep::detail::host_name(), std::max(1, lockstep::detail::usable_cores() / 3)));
+  CHECK(result.about_run == fmt::format("lockstep: 3 ranks on 1 host ({}: 3), started by --nproc; threads "
+                                        "per rank: {}, from the cores of the host divided by its ranks\n",
+                                        host_name(), share_of_cores(3)));
   CHECK(result.error.empty());
   CHECK(run({program, "well", "--nproc", "3"}, {{"LOCKSTEP_LOG_LEVEL", "warning"}}).about_run.empty());
-  Together by_hand_each({program, "well"}, 2, {{"OMP_NUM_THREADS", "1"}});
-  CHECK(by_hand_each.wait() == std::vector<int>{0, 0});
-  CHECK_THAT(by_hand_each[0].about_run(),
-             ContainsSubstring("started by hand (RANK, WORLD_SIZE)") &&
-                 ContainsSubstring("threads per rank: 1, from OMP_NUM_THREADS\n"));
-  CHECK(by_hand_each[1].error().empty());
 }
 
 TEST_CASE("without --nproc and GPUs there is one rank") {
@@ -83,24 +70,14 @@ TEST_CASE("without --nproc and GPUs there is one rank") {
 TEST_CASE("bad input ends on one line with exit code 2, before anything starts") {
   struct Case {
     Strings arguments;
-    lockstep_test::Variables variables;
+    Variables variables;
     std::string text;
   };
   for (const auto& [arguments, variables, text] : std::vector<Case>{
            {{"well", "--nproc", "0"}, {}, "--nproc 0"},
-           {{"well", "--nproc", "-3"}, {}, "--nproc -3"},
-           {{"well", "--nproc=three"}, {}, "--nproc three"},
-           {{"well", "--prefix", "loud"}, {}, "--prefix loud"},
            {{"well", "--nproc", "2"}, {{"WORLD_SIZE", "3"}}, "WORLD_SIZE=3 contradicts --nproc 2"},
            {{"well"}, by_hand(2, 2, 29999), "RANK=2 is out of range"},
-           {{"well"}, {{"RANK", "one"}, {"WORLD_SIZE", "2"}}, "RANK=one"},
-           {{"well"},
-            {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.99.0.1"}, {"MASTER_PORT", "29500"}},
-            "WORLD_SIZE=2 is set but RANK is not"},
            {{"well"}, {{"OMPI_COMM_WORLD_SIZE", "2"}}, "OMPI_COMM_WORLD_SIZE=2 is set but"},
-           {{"well", "--nproc", "4"}, by_hand(4, 7, 29999), "WORLD_SIZE=7 allows no rank above 6"},
-           {{"well"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
-           {{"well"}, {{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
            {{"well"}, {{"LOCKSTEP_LOG_LEVEL", "loud"}}, "LOCKSTEP_LOG_LEVEL=loud is no level"},
            {{"usage", "--nproc", "3"}, {}, "--epochs -1 is too small"},
            {{"usage", "--nproc", "1"}, {}, "--epochs -1 is too small"}}) {
@@ -131,37 +108,26 @@ TEST_CASE("standard descriptors that are closed at the start are as /dev/null", 
 
 TEST_CASE("a rank that fails is shown once, first, and takes the others with it") {
   struct Case {
-    std::string mode, text;
-    int code;
+    std::string mode, message;
+    int rank;
   };
-  for (const auto& [mode, text, code] :
-       std::vector<Case>{{"throws", "failed: std::out_of_range: no such digit", 1},
-                         {"torch throws", "failed: c10::Error: a tensor of LibTorch is wrong", 1},
-                         {"killed", "died (SIGKILL", 137},
-                         {"code", "ended with exit code 5", 5},
-                         {"first fails", "failed: the archive is damaged", 1},
-                         {"first takes long",
-                          "the first on this host, has not finished its local_zero_first after 0.5 s", 1},
-                         {"collective in scope", "barrier called inside a rank-zero scope", 1}}) {
+  for (const auto& [mode, message, rank] : std::vector<Case>{
+           {"torch throws", "c10::Error: a tensor of LibTorch is wrong", 1},
+           {"first fails", "the archive is damaged", 0},
+           {"first takes long",  // for both of the others
+            "rank 0, the first on this host, has not finished its local_zero_first after 0.5 s", -1},
+           {"collective in scope",
+            "barrier called inside a rank-zero scope: the other ranks are not in it and would never answer. "
+            "Call it outside, on every rank",
+            0}}) {
     const auto result = run({program, mode, "--nproc", "3"}, {}, 25s);  // the others would wait longer
     INFO(mode << "\n" << result.out << result.error);
-    CHECK(result.code == code);
-    CHECK(result.error.starts_with("error: rank "));
-    CHECK_THAT(result.error, ContainsSubstring(text));
-    CHECK(count(result.error, "error: ") == 1);
-    CHECK(count(result.error, "\n") == 1);
+    const Reported said = reported(result.error);
+    CHECK(result.code == 1);
+    CHECK(said.alone);
+    CHECK(said.failure.message == message);
+    CHECK((rank < 0 ? said.failure.rank > 0 : said.failure.rank == rank));
     CHECK(result.left == 0);
-  }
-}
-
-TEST_CASE("Ctrl-C ends launched ranks") {
-  for (const bool whole_group : {false, true}) {
-    auto process = start({program, "waits", "--nproc", "3"});
-    for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of"}) REQUIRE(process.wait_for_output(rank));
-    whole_group ? process.signal_group(SIGINT) : process.signal(SIGINT);
-    REQUIRE(process.wait(20s));
-    CHECK(process.exit_code() == 130);
-    CHECK(processes_left(process.marker()) == 0);
   }
 }
 
@@ -174,15 +140,6 @@ TEST_CASE("Ctrl-C typed at a terminal ends launched ranks") {
   CHECK(processes_left(process.marker()) == 0);
 }
 
-TEST_CASE("no rank survives a launcher that is killed") {
-  auto process = start({program, "waits", "--nproc", "3"});
-  for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of"}) REQUIRE(process.wait_for_output(rank));
-  CHECK(lockstep_test::processes_with(process.marker()).size() == 4);
-  process.signal(SIGKILL);
-  REQUIRE(process.wait(20s));
-  CHECK(processes_left(process.marker()) == 0);
-}
-
 TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
   for (const char* mode : {"well", "late"}) {
     Together ranks({program, mode}, 3);
@@ -191,29 +148,21 @@ TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
   }
 }
 
-TEST_CASE("a failure by hand reaches the other ranks through the store") {
+TEST_CASE("without a launcher the headline names the culprit, not who noticed") {
   Together ranks({program, "throws"}, 3);
   CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
-  for (const auto& process : ranks.all) {
-    INFO(process->error());
-    CHECK_THAT(process->error(), ContainsSubstring("no such digit"));
-    CHECK(count(process->error(), "\n") == 1);
+  for (const int rank : {0, 1, 2}) {
+    const Reported said = reported(ranks[rank].error());
+    INFO(ranks[rank].error());
+    CHECK(said.alone);
+    CHECK(said.failure.rank == 1);
+    CHECK(said.failure.message == "std::out_of_range: no such digit");
+    CHECK(said.noticed_by == (rank == 1 ? -1 : rank));
   }
   CHECK(processes_left(ranks.marker) == 0);
 }
 
-TEST_CASE("without a launcher the headline names the culprit, not who noticed") {
-  Together ranks({program, "throws"}, 3);
-  CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
-  CHECK(ranks[1].error() == "error: rank 1 failed: std::out_of_range: no such digit\n");
-  for (const int other : {0, 2})
-    CHECK(ranks[other].error() ==
-          fmt::format("error: rank 1 failed first: std::out_of_range: no such digit; noticed by rank {}\n",
-                      other));
-}
-
 TEST_CASE("SIGTERM of a rank, or of a host, is told to the others as such") {
-  const auto where = lockstep::detail::host_name();
   for (const int culprit : {1, 2}) {  // rank 0 hosts the store, which goes with it
     const int number = culprit == 1 ? SIGTERM : SIGINT;
     CAPTURE(culprit);
@@ -229,12 +178,18 @@ TEST_CASE("SIGTERM of a rank, or of a host, is told to the others as such") {
       if (other != culprit) {
         REQUIRE(ranks[other].wait(20s));
         CHECK(ranks[other].exit_code() == 1);
-        CHECK(ranks[other].error() == fmt::format("error: rank {} ended by SIG{} on {}; noticed by rank {}\n",
-                                                  culprit, sigabbrev_np(number), where, other));
+        INFO(ranks[other].error());
+        const Reported said = reported(ranks[other].error());
+        CHECK(said.alone);
+        CHECK(said.failure.kind == FailureKind::died);
+        CHECK(said.failure.rank == culprit);
+        CHECK(said.failure.code == 128 + number);
+        CHECK(said.failure.host == host_name());
+        CHECK(said.noticed_by == other);
       }
   }
   Together hosts;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   for (const int first : {0, 2})
     hosts.add({program, "waits for failure", "--nproc", "2"}, by_hand(first, 4, port));
   for (int rank = 0; rank < 4; ++rank)
@@ -246,9 +201,10 @@ TEST_CASE("SIGTERM of a rank, or of a host, is told to the others as such") {
   CHECK(hosts[1].error().empty());
   CHECK(hosts[0].exit_code() == 1);
   INFO(hosts[0].error());
-  CHECK(hosts[0].error().starts_with("error: rank "));
-  CHECK_THAT(hosts[0].error(),
-             ContainsSubstring(fmt::format(" on {}) ended by SIGTERM; noticed by rank ", where)));
+  const Reported said = reported(hosts[0].error());
+  CHECK(said.failure.rank >= 2);
+  CHECK(said.failure.code == 128 + SIGTERM);
+  CHECK(said.failure.host == host_name());
 }
 
 TEST_CASE("stdout that cannot be written is told with one process as with several") {
@@ -262,131 +218,80 @@ TEST_CASE("stdout that cannot be written is told with one process as with severa
   }
 }
 
-TEST_CASE("two hosts by hand with unequal numbers of ranks", "[.release]") {
-  for (const char* mode : {"well", "late", "throws", "killed"}) {
-    Together hosts;
-    const int port = lockstep_test::free_port();
-    hosts.add({program, mode, "--nproc", "3"}, by_hand(0, 7, port));
-    hosts.add({program, mode, "--nproc", "4"}, by_hand(3, 7, port));
-    const auto codes = hosts.wait();
-    const auto &a = *hosts.all[0], &b = *hosts.all[1];
-    INFO(mode << "\n" << a.out() << a.error() << "---\n" << b.out() << b.error());
-    CHECK(processes_left(hosts.marker) == 0);
-    if (mode == std::string("well")) {
-      CHECK(codes == std::vector<int>{0, 0});
-      CHECK_THAT(a.out(), ContainsSubstring("rank 2 of 7, local 2 of 3"));
-      CHECK_THAT(b.out(), ContainsSubstring("rank 6 of 7, local 3 of 4"));
-      CHECK_THAT(b.out(), ContainsSubstring("rank 3 of 7, local 0 of 4"));
-    } else if (mode == std::string("late")) {
-      CHECK(codes == std::vector<int>{0, 0});
-    } else if (mode == std::string("throws")) {
-      CHECK(codes == std::vector<int>{1, 1});
-      CHECK(a.error().starts_with("error: rank 1 (pid "));
-      CHECK_THAT(b.error(), ContainsSubstring("no such digit"));
-    } else {
-      CHECK(codes == std::vector<int>{1, 137});
-      CHECK(b.error().starts_with("error: rank 6 (pid "));
-      CHECK_THAT(a.error(), ContainsSubstring("rank 6 (pid "));
-      CHECK_THAT(a.error(), ContainsSubstring("died (SIGKILL"));
-    }
-    for (const auto* host : {&a, &b})
-      CHECK(count(host->error(), "error: ") ==
-            (std::string(mode) < "m" || std::string(mode) == "throws" ? (codes[0] == 0 ? 0 : 1) : 0));
-  }
-}
-
 TEST_CASE("a port in use is named") {
-  const auto taken = lockstep::detail::listen_on("", 0);
+  const TakenPort taken;
   for (const Strings& command : {Strings{program, "well"}, Strings{program, "well", "--nproc", "2"}}) {
-    const auto result = run(command, by_hand(0, 3, taken.port), 20s);
+    const auto result = run(command, by_hand(0, 3, taken.number()), 20s);
     INFO(result.error);
     CHECK(result.code == 1);
-    CHECK_THAT(result.error, ContainsSubstring(fmt::format("port {} is already in use", taken.port)));
+    CHECK(result.error.ends_with(
+        fmt::format("port {0} is already in use on this host (`ss -ltnp 'sport = :{0}'` shows by whom): set "
+                    "MASTER_PORT to a free one on every rank\n",
+                    taken.number())));
     CHECK(count(result.error, "\n") == 1);
   }
 }
 
 TEST_CASE("a master that is not there is told apart from a name that is not known") {
-  auto variables = by_hand(1, 2, lockstep_test::free_port());
+  auto variables = by_hand(1, 2, free_port());
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
   auto result = run({program, "well"}, variables, 20s);
   CHECK(result.code == 1);
   CHECK(result.error ==
-        fmt::format(
-            "error: rank 1 failed: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) after "
-            "1 s: it refuses the connection: nothing listens there. Start rank 0 on that "
-            "host with the same WORLD_SIZE, or correct the address on every rank\n",
-            variables["MASTER_PORT"]));
+        fmt::format("error: rank 1 failed: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, "
+                    "MASTER_PORT={0}) after 1 s: it refuses the connection: nothing listens there. Start "
+                    "rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank\n",
+                    variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
-  result = run({program, "well"}, variables, 20s);  // 7 s where no name server answers
-  CHECK(result.code == 1);
-  CHECK_THAT(result.error, ContainsSubstring("no-such-host.invalid"));
-  CHECK_THAT(result.error, !ContainsSubstring("nothing listens"));
+  for (const char* rank : {"0", "1"}) {
+    variables["RANK"] = rank;
+    result = run({program, "well"}, variables, 20s);  // 7 s where no name server answers
+    INFO(result.error);
+    CHECK(result.code == 1);
+    CHECK(reported(result.error)
+              .failure.message.starts_with(
+                  fmt::format("the name 'no-such-host.invalid' of the master host "
+                              "(MASTER_ADDR=no-such-host.invalid, MASTER_PORT={}) cannot be resolved on {} (",
+                              variables["MASTER_PORT"], host_name())));
+  }
 }
 
 TEST_CASE("two processes that claim one rank are both named, to every rank") {
-  Together ranks;
-  const int port = lockstep_test::free_port();
-  ranks.add({program, "well"}, by_hand(0, 3, port));
-  for (int claim = 0; claim < 2; ++claim) ranks.add({program, "waits"}, by_hand(1, 3, port));
-  CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
-  const auto host = lockstep::detail::host_name();
-  const auto claimed = [&](std::size_t first, std::size_t second) {
-    return fmt::format(
-        "rank 1 is claimed by {0} pid {1} and {0} pid {2}, the latter with RANK=1: give every process its "
-        "own RANK "
-        "on "
-        "{0}, and every run a MASTER_PORT of its own\n",
-        host, ranks.all[first]->pid(), ranks.all[second]->pid());
-  };
-  for (const auto& process : ranks.all) {  // whichever came first
-    INFO(process->error());
-    CHECK(count(process->error(), claimed(1, 2)) + count(process->error(), claimed(2, 1)) == 1);
-    CHECK(count(process->error(), "\n") == 1);
-  }
-}
-
-TEST_CASE("two processes with RANK=0 on one host are both named within seconds") {
-  const auto host = lockstep::detail::host_name();
-  const auto begin = std::chrono::steady_clock::now();
-  {
-    const int port = lockstep_test::free_port();
+  for (const int rank : {1, 0}) {
+    CAPTURE(rank);
+    const auto begin = std::chrono::steady_clock::now();
     Together ranks;
-    for (int claim = 0; claim < 2; ++claim) ranks.add({program, "waits"}, by_hand(0, 2, port));
-    CHECK(ranks.wait() == std::vector<int>{1, 1});
-    for (const auto& process : ranks.all) {
+    const int port = free_port();
+    for (int claim = 0; claim < 2; ++claim) ranks.add({program, "waits"}, by_hand(rank, 3, port));
+    if (rank == 1) ranks.add({program, "well"}, by_hand(0, 3, port));
+    CHECK(ranks.wait() == std::vector<int>(ranks.all.size(), 1));
+    const auto claimed = [&](int first, int second) {
+      return fmt::format(
+          "rank {0} is claimed by {1} pid {2} and {1} pid {3}, the latter with RANK={0}: give every process "
+          "its own RANK on {1}, and every run a MASTER_PORT of its own\n",
+          rank, host_name(), ranks[first].pid(), ranks[second].pid());
+    };
+    for (const auto& process : ranks.all) {  // whichever came first
       INFO(process->error());
-      CHECK_THAT(process->error(), ContainsSubstring("rank 0 is claimed by " + host + " pid "));
-      for (const auto& claimant : ranks.all)
-        CHECK_THAT(process->error(), ContainsSubstring(fmt::format("{} pid {}", host, claimant->pid())));
-      CHECK_THAT(process->error(),
-                 ContainsSubstring(", the latter with RANK=0: give every process its own RANK on " + host +
-                                   ", and every run a MASTER_PORT of its own\n"));
+      CHECK(count(process->error(), claimed(0, 1)) + count(process->error(), claimed(1, 0)) == 1);
       CHECK(count(process->error(), "\n") == 1);
     }
+    CHECK(std::chrono::steady_clock::now() - begin < 10s);
   }
-  {
-    const int port = lockstep_test::free_port();
-    Together hosts;
-    for (int claim = 0; claim < 2; ++claim)
-      hosts.add({program, "waits", "--nproc", "2"}, by_hand(0, 4, port));
-    CHECK(hosts.wait() == std::vector<int>{1, 1});
-    for (const auto& process : hosts.all) {
-      INFO(process->error());
-      CHECK_THAT(process->error(), ContainsSubstring(" is claimed by " + host + " pid "));
-      CHECK_THAT(
-          process->error(),
-          ContainsSubstring(", the latter with RANK=0 and --nproc 2: give every command its own RANK, the "
-                            "first of its ranks, and every run a MASTER_PORT of its own\n"));
-    }
-    CHECK(processes_left(hosts.marker) == 0);
-  }
-  CHECK(std::chrono::steady_clock::now() - begin < 2 * 10s);
+  Together hosts;
+  const int port = free_port();
+  for (int claim = 0; claim < 2; ++claim) hosts.add({program, "waits", "--nproc", "2"}, by_hand(0, 4, port));
+  CHECK(hosts.wait() == std::vector<int>{1, 1});
+  for (const auto& process : hosts.all)
+    CHECK(
+        process->error().ends_with(", the latter with RANK=0 and --nproc 2: give every command its own RANK, "
+                                   "the first of its ranks, and every run a MASTER_PORT of its own\n"));
+  CHECK(processes_left(hosts.marker) == 0);
 }
 
 TEST_CASE("ranks that disagree on the world size are all told so") {
   Together ranks;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   ranks.add({program, "well"}, by_hand(0, 3, port));
   ranks.add({program, "well"}, by_hand(1, 2, port));
   CHECK(ranks.wait() == std::vector<int>{1, 1});
@@ -402,20 +307,18 @@ TEST_CASE("a host that is started with another world size than a run that is com
           "[.release]") {
   // The first host takes its two ranks for all, the second takes the run for one of four.
   Together hosts;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   hosts.add({program, "waits", "--nproc", "2"}, by_hand(0, 2, port));
   for (int rank = 0; rank < 2; ++rank) REQUIRE(hosts[0].wait_for_output(fmt::format("rank {} of 2", rank)));
   hosts.add({program, "well", "--nproc", "2"}, by_hand(2, 4, port));
   CHECK(hosts[1].wait(10s));
   CHECK(hosts[1].exit_code() == 1);
   INFO(hosts[1].error());
-  CHECK_THAT(hosts[1].error(), ContainsSubstring(" says world size 4, rank ") &&
-                                   ContainsSubstring(" says 2. Start all of them with one WORLD_SIZE\n"));
+  CHECK(hosts[1].error().ends_with(" says 2. Start all of them with one WORLD_SIZE\n"));
   // Another command for the same ranks.
   hosts.add({program, "well", "--nproc", "2"}, by_hand(0, 2, port));
   CHECK(hosts[2].wait(10s));
   CHECK(hosts[2].exit_code() == 1);
-  CHECK_THAT(hosts[2].error(), ContainsSubstring(" is claimed by "));
   CHECK(!hosts[0].wait(1s));  // neither ends the run
   hosts[0].signal(SIGTERM);
   CHECK(hosts[0].wait(20s));
@@ -423,12 +326,11 @@ TEST_CASE("a host that is started with another world size than a run that is com
 }
 
 TEST_CASE("a process alone opens no port and looks up no name") {
-  const auto taken = lockstep::detail::listen_on("127.0.0.1", 0);
+  const TakenPort taken;
   for (const char* address : {"127.0.0.1", "no-such-host.invalid"})
     for (const bool by_flag : {true, false}) {
       CAPTURE(address, by_flag);
-      lockstep_test::Variables variables{{"MASTER_ADDR", address},
-                                         {"MASTER_PORT", std::to_string(taken.port)}};
+      Variables variables{{"MASTER_ADDR", address}, {"MASTER_PORT", std::to_string(taken.number())}};
       if (!by_flag) variables["WORLD_SIZE"] = "1";
       Strings command{program, "well"};
       if (by_flag) command.insert(command.end(), {"--nproc", "1"});
@@ -440,10 +342,10 @@ TEST_CASE("a process alone opens no port and looks up no name") {
 }
 
 TEST_CASE("two ranks of a host with one local rank are both named, to every rank") {
-  const auto host = lockstep::detail::host_name();
-  const auto ranks_with = [](const std::vector<lockstep_test::Variables>& places) {
+  const auto host = host_name();
+  const auto ranks_with = [](const std::vector<Variables>& places) {
     auto ranks = std::make_unique<Together>();
-    const int port = lockstep_test::free_port();
+    const int port = free_port();
     for (std::size_t rank = 0; rank < places.size(); ++rank) {
       auto variables = by_hand(static_cast<int>(rank), static_cast<int>(places.size()), port);
       variables.insert(places[rank].begin(), places[rank].end());
@@ -453,16 +355,16 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
     return ranks;
   };
   const auto by_local = [](const char* rank, const char* size) {
-    return lockstep_test::Variables{{"LOCAL_RANK", rank}, {"LOCAL_WORLD_SIZE", size}};
+    return Variables{{"LOCAL_RANK", rank}, {"LOCAL_WORLD_SIZE", size}};
   };
   const auto by_slurm = [](const char* rank) {
-    return lockstep_test::Variables{{"SLURM_JOB_ID", "7"},
-                                    {"SLURM_STEP_ID", "0"},
-                                    {"SLURM_STEP_NUM_TASKS", "2"},
-                                    {"SLURM_NODEID", "0"},
-                                    {"SLURM_LOCALID", "0"},
-                                    {"SLURM_PROCID", rank},
-                                    {"SLURM_STEP_TASKS_PER_NODE", "2"}};
+    return Variables{{"SLURM_JOB_ID", "7"},
+                     {"SLURM_STEP_ID", "0"},
+                     {"SLURM_STEP_NUM_TASKS", "2"},
+                     {"SLURM_NODEID", "0"},
+                     {"SLURM_LOCALID", "0"},
+                     {"SLURM_PROCID", rank},
+                     {"SLURM_STEP_TASKS_PER_NODE", "2"}};
   };
   const auto hand = ranks_with({by_local("0", "2"), by_local("0", "2")});
   const auto srun = ranks_with({by_slurm("0"), by_slurm("1")});
@@ -487,7 +389,7 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
 TEST_CASE("a local rank alone is taken where it is right, and refused where it is wrong") {
   for (const bool right : {true, false}) {
     Together ranks;
-    const int port = lockstep_test::free_port();
+    const int port = free_port();
     for (int rank : {0, 1}) {
       auto variables = by_hand(rank, 2, port);
       variables["LOCAL_RANK"] = std::to_string(right ? rank : 0);
@@ -499,27 +401,25 @@ TEST_CASE("a local rank alone is taken where it is right, and refused where it i
       if (right)
         CHECK(count(ranks[rank].out(), fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
       else
-        CHECK_THAT(
-            ranks[rank].error(),
-            ContainsSubstring(fmt::format(
-                ": LOCAL_RANK=0 of rank 1 contradicts the other ranks on {}, among which it is number 1: "
-                "set LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK\n",
-                lockstep::detail::host_name())));
+        CHECK(ranks[rank].error().ends_with(
+            fmt::format(": LOCAL_RANK=0 of rank 1 contradicts the other ranks on {}, among which it is "
+                        "number 1: set LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK\n",
+                        host_name())));
     }
   }
 }
 
 TEST_CASE("two steps of a job that get one port do not become one run") {
   const auto task = [](const char* step, const char* rank) {
-    return lockstep_test::Variables{{"SLURM_JOB_ID", "912"},
-                                    {"SLURM_STEP_ID", step},
-                                    {"SLURM_STEP_NUM_TASKS", "2"},
-                                    {"SLURM_NODEID", "0"},
-                                    {"SLURM_LOCALID", rank},
-                                    {"SLURM_PROCID", rank},
-                                    {"SLURM_STEP_NODELIST", "localhost"},
-                                    {"SLURM_STEP_TASKS_PER_NODE", "2"},
-                                    {"LOCKSTEP_RENDEZVOUS_TIMEOUT", "20"}};
+    return Variables{{"SLURM_JOB_ID", "912"},
+                     {"SLURM_STEP_ID", step},
+                     {"SLURM_STEP_NUM_TASKS", "2"},
+                     {"SLURM_NODEID", "0"},
+                     {"SLURM_LOCALID", rank},
+                     {"SLURM_PROCID", rank},
+                     {"SLURM_STEP_NODELIST", "localhost"},
+                     {"SLURM_STEP_TASKS_PER_NODE", "2"},
+                     {"LOCKSTEP_RENDEZVOUS_TIMEOUT", "20"}};
   };
   Together ranks;  // steps 4 and 15 both hash to port 61885
   ranks.add({program, "well"}, task("4", "0"));
@@ -527,38 +427,41 @@ TEST_CASE("two steps of a job that get one port do not become one run") {
   ranks.add({program, "well"}, task("15", "1"));
   CHECK(ranks.all[1]->wait(15s));
   INFO(ranks[1].error());
-  CHECK_THAT(ranks[1].error(),
-             ContainsSubstring(
-                 ":61885 (SLURM_STEP_NODELIST=localhost, MASTER_PORT from srun) belongs to another run"));
+  CHECK(reported(ranks[1].error())
+            .failure.message.starts_with("the store at localhost:61885 (SLURM_STEP_NODELIST=localhost, "
+                                         "MASTER_PORT from srun) belongs to another run"));
   ranks.add({program, "well"}, task("4", "1"));
   CHECK(ranks.wait() == std::vector<int>{0, 1, 0});
 }
 
 TEST_CASE("under a launcher that lockstep does not know a program sets torchrun's variables itself") {
   Together ranks;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   for (const char* rank : {"0", "1"})
-    ranks.add({program, "unknown launcher"},
-              {{"MADE_UP_RANK", rank}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_PORT", std::to_string(port)}});
+    ranks.add({program, "unknown launcher"}, {{"MADE_UP_RANK", rank},
+                                              {"MADE_UP_SIZE", "2"},
+                                              {"MADE_UP_PORT", std::to_string(port)},
+                                              {"OMP_NUM_THREADS", "1"}});
   CHECK(ranks.wait() == std::vector<int>{0, 0});
   for (int rank : {0, 1})
-    CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("rank {0} of 2, local {0} of 2\n", rank)));
-  CHECK_THAT(ranks[0].about_run(),
-             ContainsSubstring(fmt::format(
-                 "started by hand (RANK, WORLD_SIZE), rendezvous at tcp://127.0.0.1:{}; ", port)));
+    CHECK(ranks[rank].out() == fmt::format("[rank {0}] rank {0} of 2, local {0} of 2\n", rank));
+  CHECK(ranks[0].about_run() ==
+        fmt::format("lockstep: 2 ranks on 1 host ({}: 2), started by hand (RANK, WORLD_SIZE), rendezvous at "
+                    "tcp://127.0.0.1:{}; threads per rank: 1, from OMP_NUM_THREADS\n",
+                    host_name(), port));
+  CHECK(ranks[1].about_run().empty());
 }
 
 TEST_CASE("a launcher's single rank writes the line about the run, a process alone does not") {
-  const auto error = [](const lockstep_test::Variables& variables) {
+  const auto error = [](const Variables& variables) {
     return run({program, "well", "--nproc", "1"}, variables, 20s).error;
   };
-  const lockstep_test::Variables one{
-      {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}, {"OMP_NUM_THREADS", "1"}};
+  const Variables one{{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}, {"OMP_NUM_THREADS", "1"}};
   CHECK(
       error(one) ==
       fmt::format("lockstep: 1 rank on 1 host ({}: 1), started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK, "
                   "OMPI_COMM_WORLD_SIZE); threads per rank: 1, from OMP_NUM_THREADS\n",
-                  lockstep::detail::host_name()));
+                  host_name()));
   auto quiet = one;
   quiet["LOCKSTEP_LOG_LEVEL"] = "warning";
   CHECK(error(quiet).empty());
@@ -566,7 +469,7 @@ TEST_CASE("a launcher's single rank writes the line about the run, a process alo
 }
 
 TEST_CASE("a rank that does not come is named while it is waited for, and at the end", "[.release]") {
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   Together ranks;
   for (int rank : {0, 1}) {
     auto variables = by_hand(rank, 3, port);
@@ -578,23 +481,25 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
   const auto doubt = fmt::format(
       "ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0; a process at "
       "127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none",
-      lockstep::detail::host_name());
+      host_name());
   CHECK(ranks[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
   CHECK(ranks.wait(60s) == std::vector<int>{1, 1});
   for (const auto& process : ranks.all)
-    CHECK_THAT(process->error(), ContainsSubstring("rank 2 of 3 did not join within 13 s") &&
-                                     ContainsSubstring("its LOCKSTEP_STORE_SECRET differs"));
+    CHECK(reported(process->error()).failure.message.starts_with("rank 2 of 3 did not join within 13 s: "));
 }
 
 TEST_CASE("a rank that fails before all have joined ends those that wait for it") {
   Together ranks;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   ranks.add({program, "well"}, by_hand(0, 3, port));
   ranks.add({program, "well"}, by_hand(1, 3, port));
   connect_to(port);  // rank 0 listens
   ranks.add({program, "usage"}, by_hand(2, 3, port));
   CHECK(ranks.wait() == std::vector<int>{1, 1, 2});
-  for (int rank : {0, 1}) CHECK_THAT(ranks[rank].error(), ContainsSubstring("--epochs -1 is too small"));
+  for (int rank : {0, 1}) {
+    CHECK(reported(ranks[rank].error()).failure.rank == 2);
+    CHECK(reported(ranks[rank].error()).noticed_by == rank);
+  }
 }
 
 TEST_CASE("a rank that ends with a code before it has met the others ends those that wait for it") {
@@ -605,18 +510,18 @@ TEST_CASE("a rank that ends with a code before it has met the others ends those 
     CHECK(std::chrono::steady_clock::now() - begin < 10s);
     for (int rank : {0, 2}) {
       INFO(mode << "\n" << ranks[rank].error());
-      CHECK(ranks[rank].error() ==
-            fmt::format("error: rank 1 ended with exit code 5 on {}; noticed by rank {}\n",
-                        lockstep::detail::host_name(), rank));
+      const Reported said = reported(ranks[rank].error());
+      CHECK(said.failure.rank == 1);
+      CHECK(said.failure.code == 5);
+      CHECK(said.noticed_by == rank);
     }
   }
 }
 
 TEST_CASE("a rank that is killed while it waits for others ends those that wait with it", "[.release]") {
-  const auto where = lockstep::detail::host_name();
   {
     Together ranks;
-    const int port = lockstep_test::free_port();
+    const int port = free_port();
     for (int rank : {0, 1}) ranks.add({program, "well"}, by_hand(rank, 3, port));
     await_sign_in(port, {0, 1});
     ranks[1].signal(SIGKILL);
@@ -626,32 +531,32 @@ TEST_CASE("a rank that is killed while it waits for others ends those that wait 
           fmt::format(
               "error: rank 1 has ended before its first communicator ({} pid {}): it was killed, or its "
               "connection broke; look at its output, and start all ranks again; noticed by rank 0\n",
-              where, ranks[1].pid()));
+              host_name(), ranks[1].pid()));
   }
   // The whole launching process of a host: nobody is left who could report it.
   Together hosts;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   hosts.add({program, "well"}, by_hand(0, 4, port));
   hosts.add({program, "well", "--nproc", "2"}, by_hand(1, 4, port));
   await_sign_in(port, {0, 1, 2});
   hosts[1].signal(SIGKILL);
   CHECK(hosts[0].wait(8s));
   CHECK(hosts[0].exit_code() == 1);
-  CHECK_THAT(hosts[0].error(), ContainsSubstring(" has ended before its first communicator (" + where));
+  CHECK(reported(hosts[0].error()).failure.kind == FailureKind::died);
   // A launcher that is left names the signal.
   Together watched;
-  const int other_port = lockstep_test::free_port();
+  const int other_port = free_port();
   watched.add({program, "well"}, by_hand(0, 4, other_port));
   watched.add({program, "well", "--nproc", "2"}, by_hand(1, 4, other_port));
   await_sign_in(other_port, {0, 1, 2});
-  for (const pid_t process : lockstep_test::processes_with(watched.marker))
-    if (lockstep_test::process_state(process).parent == watched[1].pid()) {
+  for (const pid_t process : processes_with(watched.marker))
+    if (process_state(process).parent == watched[1].pid()) {
       kill(process, SIGKILL);
       break;
     }
   CHECK(watched[0].wait(8s));
   INFO(watched[0].error());
-  CHECK_THAT(watched[0].error(), ContainsSubstring(" died (SIGKILL"));
+  CHECK(reported(watched[0].error()).failure.code == 128 + SIGKILL);
 }
 
 TEST_CASE("a rank that is started again in place of a killed one is told that it cannot replace it") {
@@ -669,95 +574,85 @@ TEST_CASE("a rank that is started again in place of a killed one is told that it
   Together ranks;
   ranks.add({program, "well"}, by_hand(1, 3, server.port()));
   CHECK(ranks.wait() == std::vector<int>{1});
-  CHECK(ranks[0].error() ==
-        fmt::format(
-            "error: rank 1 failed: rank 1 has ended (nodeB pid 811), and {} pid {} cannot take its place: "
-            "start all ranks again\n",
-            host_name(), ranks[0].pid()));
+  CHECK(ranks[0].error() == fmt::format("error: rank 1 failed: rank 1 has ended (nodeB pid 811), and {} pid "
+                                        "{} cannot take its place: start all ranks again\n",
+                                        lockstep_test::host_name(), ranks[0].pid()));
 }
 
 TEST_CASE("a world of very many ranks gives up in time, and names some that are missing", "[.release]") {
-  auto variables = by_hand(0, 1'000'000, lockstep_test::free_port());
+  auto variables = by_hand(0, 1'000'000, free_port());
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
   const auto begin = std::chrono::steady_clock::now();
   const auto result = run({program, "well"}, variables, 100s);
   CHECK(std::chrono::steady_clock::now() - begin < 13s);
   CHECK(result.code == 1);
   INFO(result.error);
-  CHECK_THAT(result.error,
-             ContainsSubstring("waiting for ranks 1, 2, 3, 4 and 999995 more of 1000000; ") &&
-                 ContainsSubstring("ranks 1, 2, 3, 4 and 999995 more of 1000000 did not join within 6 s"));
+  CHECK(reported(result.error)
+            .failure.message.starts_with(
+                "ranks 1, 2, 3, 4 and 999995 more of 1000000 did not join within 6 s"));
 }
 
 TEST_CASE("rank 0 on another host than MASTER_ADDR names is told") {
-  auto variables = by_hand(0, 2, lockstep_test::free_port());
+  auto variables = by_hand(0, 2, free_port());
   variables["MASTER_ADDR"] = "192.0.2.1";  // an address for examples: nobody's
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
   const auto result = run({program, "well"}, variables, 30s);
   INFO(result.error);
   CHECK(result.code == 1);
-  CHECK_THAT(result.error, ContainsSubstring("rank 1 of 2 did not join within 1 s"));
-  CHECK_THAT(result.error, ContainsSubstring("MASTER_ADDR=192.0.2.1 is no address of this host"));
-  CHECK(count(result.error, "\n") == 1);
+  CHECK(result.error ==
+        fmt::format("error: rank 0 failed: rank 1 of 2 did not join within 1 s: start it with the "
+                    "MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others; MASTER_ADDR=192.0.2.1 is no "
+                    "address of this host ({}): rank 0 must run on the host that it names\n",
+                    host_name()));
 }
 
 TEST_CASE("an agent of torchrun that nobody finds is told with its variables, first while it is waited for",
           "[.release]") {
-  const int port = lockstep_test::free_port();
-  Together ranks;
-  for (const char* address : {"127.0.0.1", "no-such-host.invalid"}) {
-    auto variables = by_hand(0, 2, port);
-    variables["MASTER_ADDR"] = address;
-    variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
-    ranks.add({program, "well"}, variables);
-  }
+  const int port = free_port();
+  auto variables = by_hand(0, 2, port);
+  variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  auto process = start({program, "well"}, variables);
   const auto begin = std::chrono::steady_clock::now();
   const auto where = fmt::format("127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0})", port);
-  REQUIRE(ranks[0].wait_for_output(fmt::format(
-      "warning: waiting for the store of torchrun's agent at {}: it refuses the connection: nothing listens "
-      "there; gives up in ",
-      where)));
+  REQUIRE(
+      process.wait_for_output(fmt::format("warning: waiting for the store of torchrun's agent at {}: it "
+                                          "refuses the connection: nothing listens there; gives up in ",
+                                          where)));
   CHECK(std::chrono::steady_clock::now() - begin < 10s);
-  CHECK(ranks.wait() == std::vector<int>{1, 1});
-  CHECK_THAT(
-      ranks[0].error(),
-      ContainsSubstring(fmt::format(
-          "error: rank 0 failed: no store at {} after 6 s: it refuses the connection: nothing listens "
-          "there. torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
-          "TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process\n",
-          where)));
-  CHECK_THAT(ranks[1].error(), ContainsSubstring(fmt::format(
-                                   "the name 'no-such-host.invalid' of the master host "
-                                   "(MASTER_ADDR=no-such-host.invalid, MASTER_PORT={}) cannot be resolved",
-                                   port)));
+  REQUIRE(process.wait(20s));
+  CHECK(process.exit_code() == 1);
+  CHECK(process.error().ends_with(
+      fmt::format("error: rank 0 failed: no store at {} after 6 s: it refuses the connection: nothing "
+                  "listens there. torchrun's agent hosts it: look at the output of torchrun and start it "
+                  "again, or unset TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process\n",
+                  where)));
 }
 
 TEST_CASE("a listener on MASTER_PORT that never answers is told within the rendezvous timeout",
           "[.release]") {
-  const auto mute = lockstep::detail::listen_on("127.0.0.1", 0);
-  auto variables = by_hand(1, 2, mute.port);
+  const TakenPort mute;
+  auto variables = by_hand(1, 2, mute.number());
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
   for (const bool agent : {false, true}) {
     if (agent) variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
     const auto result = run({program, "well"}, variables, 30s);
     INFO(result.error);
     CHECK(result.code == 1);
-    CHECK_THAT(
-        result.error,
-        ContainsSubstring(agent ? fmt::format("the store of torchrun's agent at 127.0.0.1:{0} "
-                                              "(MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) does not answer "
-                                              "after 1 s: look at the output of torchrun on that host, "
-                                              "and start it again\n",
-                                              mute.port)
-                                : "something listens there, but does not answer"));
+    CHECK_THAT(result.error,
+               ContainsSubstring(
+                   agent ? fmt::format("the store of torchrun's agent at 127.0.0.1:{0} "
+                                       "(MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) does not answer after 1 s: "
+                                       "look at the output of torchrun on that host, and start it again\n",
+                                       mute.number())
+                         : "something listens there, but does not answer"));
     CHECK(count(result.error, "\n") == 1);
   }
 }
 
 TEST_CASE("a stranger's byte on the port of the store holds up neither the ranks nor the end") {
   using namespace lockstep::detail;
-  const int port = lockstep_test::free_port();
+  const int port = free_port();
   for (const bool launched : {false, true}) {
     Together ranks;
     if (launched) {
@@ -774,12 +669,12 @@ TEST_CASE("a stranger's byte on the port of the store holds up neither the ranks
 
 TEST_CASE("a stranger without the secret of a run cannot touch its store") {
   using namespace lockstep::detail;
-  auto variables = by_hand(0, 2, lockstep_test::free_port());
+  auto variables = by_hand(0, 2, free_port());
   const int port = std::stoi(variables["MASTER_PORT"]);
   variables["LOCKSTEP_STORE_SECRET"] = "of this run";
   Together ranks;
   ranks.add({program, "well"}, variables);
-  CHECK_THROWS_WITH(StoreConnection({"127.0.0.1", port}, 20s), ContainsSubstring("belongs to another run"));
+  CHECK_THROWS_AS(StoreConnection({"127.0.0.1", port}, 20s), lockstep::RendezvousError);
   variables["RANK"] = "1";
   ranks.add({program, "well"}, variables);
   CHECK(ranks.wait() == std::vector<int>{0, 0});
@@ -789,24 +684,24 @@ TEST_CASE("a failure's text cannot drive the terminal of another rank") {
   Together ranks({program, "throws controls"}, 2);
   CHECK(ranks.wait() == std::vector<int>{1, 1});
   INFO(ranks[0].error());
-  CHECK_THAT(ranks[0].error(), ContainsSubstring("bad \\x1b[2Jfile\\nerror: rank 7 failed"));
-  CHECK(count(ranks[0].error(), "\n") == 1);
+  CHECK(reported(ranks[0].error()).alone);
+  CHECK(reported(ranks[0].error()).failure.message == "a bad \\x1b[2Jfile\\nerror: rank 7 failed");
 }
 
 TEST_CASE("without a launcher one rank of a host works first in local_zero_first, each time", "[.release]") {
-  const auto file = fmt::format("/tmp/lockstep_first_{}", lockstep_test::new_marker());
+  const auto file = fmt::format("/tmp/lockstep_first_{}", new_marker());
   {
     Together ranks({program, "first twice", file}, 3);
     CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
     for (int rank : {0, 1, 2}) {
       INFO(ranks[rank].error());
-      CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("local {} of 3, order kept\n", rank)));
+      CHECK(ranks[rank].out() == fmt::format("[rank {0}] local {0} of 3, order kept\n", rank));
     }
   }
   for (const char* end : {"0", "1"}) std::remove((file + end).c_str());
   {  // local ranks by hand, dealt out in turn over two hosts: no rank's number tells the first of its host
     Together ranks;
-    const int port = lockstep_test::free_port();
+    const int port = free_port();
     for (int rank = 0; rank < 4; ++rank) {
       auto variables = by_hand(rank, 4, port);
       variables.insert({{"LOCAL_RANK", std::to_string(rank / 2)}, {"LOCAL_WORLD_SIZE", "2"}});
@@ -820,8 +715,7 @@ TEST_CASE("without a launcher one rank of a host works first in local_zero_first
     CHECK(ranks.wait() == std::vector<int>{128 + SIGKILL, 1, 1});
     for (int rank : {1, 2}) {
       INFO(ranks[rank].error());
-      CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 0, the first on this host"));
-      CHECK(ranks[rank].error().find("c10") == std::string::npos);
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 0, the first on this host, has "));
     }
   }
 }
@@ -836,7 +730,7 @@ TEST_CASE("each rank gets the program's own arguments") {
 }
 
 TEST_CASE("processes that give World::join one URL become one run", "[.release]") {
-  const auto url = fmt::format("tcp://localhost:{}", lockstep_test::free_port());
+  const auto url = fmt::format("tcp://localhost:{}", free_port());
   Together ranks;
   for (int rank : {0, 1, 2}) ranks.add({program, "joins", url, std::to_string(rank), "3"}, {});
   CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
@@ -856,24 +750,19 @@ TEST_CASE("an error at the URL of World::join names the call") {
     return result.error;
   };
   const StoreServer other(listen_on("127.0.0.1", 0), "of another run");
-  CHECK_THAT(joins(other.port(), "0"),
-             ContainsSubstring(fmt::format("port {} is already in use", other.port())) &&
-                 ContainsSubstring("give World::join a free one on every rank"));
-  CHECK_THAT(
-      joins(other.port(), "1"),
-      ContainsSubstring(fmt::format(
-          "the store at 127.0.0.1:{} (the URL given to World::join) belongs to another run", other.port())));
+  CHECK(joins(other.port(), "0").ends_with(": give World::join a free one on every rank\n"));
+  CHECK(joins(other.port(), "1")
+            .starts_with(fmt::format(
+                "error: the store at 127.0.0.1:{} (the URL given to World::join) belongs to another run",
+                other.port())));
 }
 
 TEST_CASE("each rank gets its share of the cores") {
   const auto result = run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", ""}});
-  CHECK(count(result.out, fmt::format("threads {}\n", std::max(1, lockstep::detail::usable_cores() / 2))) ==
-        2);
+  CHECK(count(result.out, fmt::format("threads {}\n", share_of_cores(2))) == 2);
   CHECK(count(run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", "2"}}).out, "threads 2\n") == 2);
   CHECK(count(run({program, "threads", "--nproc", "2", "--threads", "3"}, {{"OMP_NUM_THREADS", "2"}}).out,
               "threads 3\n") == 2);
-  CHECK_THAT(run({program, "threads", "--threads", "none"}).error,
-             ContainsSubstring("--threads none is not a number"));
 }
 
 TEST_CASE("a World without launch leaves the process as it was") {
@@ -891,9 +780,6 @@ TEST_CASE("progress is a bar on a terminal and lines elsewhere") {
   CHECK(plain.code == 0);
   CHECK(count(plain.out, "\r") == 0);
   CHECK(count(plain.out, "epoch 1/1: ") >= 3);
-  CHECK_THAT(plain.out, ContainsSubstring("epoch 1/1: 50/50, "));
-  CHECK_THAT(plain.out, ContainsSubstring(" samples/s, loss 0.0200, 0:0"));
-  CHECK_THAT(plain.out, ContainsSubstring(" in all\n"));
   CHECK(count(plain.out, "[rank 1] half way\n") == 1);
   CHECK(plain.out.ends_with("done\n"));
 
@@ -902,8 +788,7 @@ TEST_CASE("progress is a bar on a terminal and lines elsewhere") {
     REQUIRE(bar.wait(30s));
     INFO(bar.out());
     CHECK(count(bar.out(), "\r") > 5);
-    CHECK_THAT(bar.out(), ContainsSubstring("epoch 1/1 100 % [#################################] 50/50, "));
-    if (nproc == std::string("2")) CHECK_THAT(bar.out(), ContainsSubstring("\r\x1b[K[rank 1] half way\r\n"));
+    if (nproc == std::string("2")) CHECK(count(bar.out(), "\r\x1b[K[rank 1] half way\r\n") == 1);
     CHECK(bar.out().ends_with("\r\r\ndone\r\n"));
   }
 }

@@ -14,26 +14,16 @@
 #include <c10/util/Logging.h>
 
 #include "lockstep/log/log.hpp"
-#include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
+#include "support/store_news.hpp"
 
 using namespace std::chrono_literals;
 using lockstep::World;
 using lockstep_test::meet;
+using lockstep_test::wait_for_failure;
 
 namespace {
-
-// Waits as one that looks now and then whether another rank has failed.
-void wait_for_failure(const World& world) {
-  const auto connection = world.connection();
-  const auto end = std::chrono::steady_clock::now() + 60s;
-  while (std::chrono::steady_clock::now() < end) {
-    if (const auto failure = lockstep::detail::RunClient(*connection, 10s).summary().failure)
-      throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
-    std::this_thread::sleep_for(20ms);
-  }
-}
 
 int rank_of(const std::string& mode, World world, const std::string& file) {
   const auto ready = [&] {
@@ -100,8 +90,6 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     } else {
       std::this_thread::sleep_for(30s);
     }
-  } else if (mode == "code") {
-    return world.rank() == 1 ? 5 : (std::this_thread::sleep_for(30s), 0);
   } else if (mode == "code before meeting") {
     if (world.rank() == 1) return 5;
     meet(world);
@@ -192,6 +180,7 @@ int main(int argc, char** argv) {
     at::set_num_threads(2);
     const auto world = World::from_environment({.threads = 3});
     fmt::print("threads {}\n", at::get_num_threads());
+    world.leave();  // rank 0 hosts the store, and may be the first to come here
     return 0;
   }
   const char* const* arguments = argv;

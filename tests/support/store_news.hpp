@@ -1,0 +1,52 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/environment.hpp"
+
+/// What a test or one of its programs asks the store of a run, besides the keys. A `world` is a World, which the tests
+/// without LibTorch do not have.
+namespace lockstep_test {
+
+/// Blocks until `all(what the store knows of these ranks)`.
+template <class All>
+void await_at_store(const std::string& host, int port, const std::vector<int>& ranks, All all) {
+  constexpr std::chrono::seconds timeout(30);
+  lockstep::detail::StoreConnection store({host, port}, timeout);
+  while (!all(lockstep::detail::RunClient(store, timeout).members(ranks)))
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+}
+
+/// Blocks until these ranks have signed in at the store on `port`, which one of them hosts.
+inline void await_sign_in(int port, const std::vector<int>& ranks) {
+  await_at_store("127.0.0.1", port, ranks, [](const auto& known) {
+    return std::all_of(known.begin(), known.end(), [](const auto& one) { return one.identity.has_value(); });
+  });
+}
+
+/// Blocks until the store has noticed that a rank of the world's run has ended, which it has not published yet.
+inline void await_death(const auto& world, int rank) {
+  const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
+  await_at_store(url.host, url.port, {rank}, [](const auto& known) { return known.at(0).lost; });
+}
+
+/// Waits as one that looks now and then whether another rank has failed, and throws if so.
+inline void wait_for_failure(const auto& world) {
+  const auto connection = world.connection();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (std::chrono::steady_clock::now() < end) {
+    lockstep::detail::RunClient run(*connection, std::chrono::seconds(10));
+    if (const auto failure = run.summary().failure)
+      throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+}  // namespace lockstep_test
