@@ -16,17 +16,16 @@
 namespace stop_fault_test {
 
 using namespace std::chrono_literals;
-using lockstep_test::count;
-using lockstep_test::run;
+using namespace lockstep_test;
 using Strings = std::vector<std::string>;
 
 namespace {
 
-const std::string program = lockstep_test::test_program("stop_program");
-const lockstep_test::Variables one_thread{{"OMP_NUM_THREADS", "1"}};
+const std::string program = test_program("stop_program");
+const Variables one_thread{{"OMP_NUM_THREADS", "1"}};
 
 struct Checkpoint {
-  std::string path = fmt::format("/tmp/lockstep_stop_{}", lockstep_test::new_marker());
+  std::string path = fmt::format("/tmp/lockstep_stop_{}", new_marker());
   ~Checkpoint() { std::remove(path.c_str()); }
 };
 
@@ -39,6 +38,13 @@ std::string finished() {
   return result.out.substr(at);
 }
 
+// One line says after which step and why the run has stopped.
+void check_stopped(const std::string& error, int number, const std::string& rank = "") {
+  CHECK(error.starts_with("warning: stopped after step "));
+  CHECK_THAT(error, ContainsSubstring(fmt::format(", as SIG{} on rank {}", sigabbrev_np(number), rank)));
+  CHECK(count(error, "\n") == 1);
+}
+
 }  // namespace
 
 TEST_CASE(
@@ -48,16 +54,14 @@ TEST_CASE(
   CHECK(end.starts_with("finished after 120 steps"));
   for (const int number : {SIGUSR1, SIGTERM}) {
     const Checkpoint checkpoint;
-    auto first = lockstep_test::start({program, checkpoint.path, "20", "--nproc", "2"}, one_thread);
+    auto first = start({program, checkpoint.path, "20", "--nproc", "2"}, one_thread);
     REQUIRE(first.wait_for_output("step 10\n"));
     first.signal(number);
     REQUIRE(first.wait(20s));
     INFO(first.out() << first.error());
     CHECK(first.exit_code() == 75);
-    CHECK(first.error().starts_with("warning: stopped after step "));
-    CHECK_THAT(first.error(), ContainsSubstring(fmt::format(", as SIG{} on rank ", sigabbrev_np(number))));
-    CHECK(count(first.error(), "\n") == 1);
-    CHECK(lockstep_test::processes_left(first.marker()) == 0);
+    check_stopped(first.error(), number);
+    CHECK(processes_left(first.marker()) == 0);
 
     const auto second = run({program, checkpoint.path, "--nproc", "2"}, one_thread);
     INFO(second.out << second.error);
@@ -70,33 +74,15 @@ TEST_CASE(
 TEST_CASE("a signal to one rank alone stops the others too") {
   const Checkpoint checkpoint;
   for (const char* every : {"1", "7"}) {
-    lockstep_test::Together ranks({program, checkpoint.path, "20", every}, 2, one_thread);
+    Together ranks({program, checkpoint.path, "20", every}, 2, one_thread);
     REQUIRE(ranks[1].wait_for_output("step 10\n"));
     ranks[1].signal(SIGTERM);
     CHECK(ranks.wait() == std::vector<int>{75, 75});
     INFO(ranks[0].error() << ranks[1].error());
-    CHECK_THAT(ranks[0].error(), ContainsSubstring(", as SIGTERM on rank 1 asked for"));
-    CHECK(count(ranks[0].error(), "\n") == 1);
+    check_stopped(ranks[0].error(), SIGTERM, "1");
     CHECK(ranks[1].error().empty());
     std::remove(checkpoint.path.c_str());
   }
-}
-
-TEST_CASE("a signal to one of two hosts stops both") {
-  const Checkpoint checkpoint;
-  lockstep_test::Together hosts;
-  const int port = lockstep_test::free_port();
-  for (const int first : {0, 1}) {
-    auto variables = lockstep_test::by_hand(first, 3, port);
-    variables.insert(one_thread.begin(), one_thread.end());
-    hosts.add({program, checkpoint.path, "20", "--nproc", first == 0 ? "1" : "2"}, variables);
-  }
-  REQUIRE(hosts[0].wait_for_output("step 10\n"));
-  hosts[0].signal(SIGUSR1);
-  CHECK(hosts.wait() == std::vector<int>{75, 75});
-  INFO(hosts[0].error() << hosts[1].error());
-  CHECK(count(hosts[0].error(), "stopped after step ") == 1);
-  CHECK(hosts[1].error().empty());
 }
 
 TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
@@ -105,20 +91,19 @@ TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
   };
   for (const int number : {SIGUSR2, SIGHUP, SIGXCPU}) {
     const Checkpoint checkpoint;
-    auto chosen = lockstep_test::start(one_signal(checkpoint, number), one_thread);
+    auto chosen = start(one_signal(checkpoint, number), one_thread);
     REQUIRE(chosen.wait_for_output("step 10\n"));
     chosen.signal(number);
     REQUIRE(chosen.wait(20s));
     INFO(chosen.out() << chosen.error());
     CHECK(chosen.exit_code() == 75);
-    CHECK(chosen.error().starts_with("warning: stopped after step "));
-    CHECK_THAT(chosen.error(), ContainsSubstring(fmt::format(", as SIG{} on rank ", sigabbrev_np(number))));
+    check_stopped(chosen.error(), number);
     CHECK(access(checkpoint.path.c_str(), R_OK) == 0);
   }
 
   // A default that is not among them ends the run as it ends any program.
   const Checkpoint none;
-  auto other = lockstep_test::start(one_signal(none, SIGUSR2), one_thread);
+  auto other = start(one_signal(none, SIGUSR2), one_thread);
   REQUIRE(other.wait_for_output("step 10\n"));
   other.signal(SIGUSR1);
   REQUIRE(other.wait(40s));
@@ -162,7 +147,7 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
   CAPTURE(given.launcher, given.signal);
   const bool elastic = given.launcher == "torchrun";
   const bool hydra = given.launcher == "mpiexec.hydra";
-  const std::string path = elastic ? lockstep_test::torchrun() : "/usr/bin/" + given.launcher;
+  const std::string path = elastic ? torchrun() : "/usr/bin/" + given.launcher;
   if (path.empty()) return;
   if (access(path.c_str(), X_OK) != 0) {
     WARN("SKIPPED: no " << path);
@@ -181,7 +166,7 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
     all.insert(all.end(), more.begin(), more.end());
     return all;
   };
-  auto first = lockstep_test::start(command({"20"}), one_thread);
+  auto first = start(command({"20"}), one_thread);
   const bool began = first.wait_for_output("step 10\n", 120s);
   if (!began && count(first.error(), "unrecognized arguments") > 0) {
     WARN("SKIPPED: this torchrun has no --signals-to-handle");
@@ -198,7 +183,7 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
   CHECK(count(first.error(), "warning: stopped after step ") == 1);
   CHECK(count(first.error(), fmt::format(", as SIG{} on rank ", sigabbrev_np(given.signal))) == 1);
   CHECK(count(first.out(), "finished after ") == 0);
-  CHECK(lockstep_test::processes_left(first.marker()) == 0);
+  CHECK(processes_left(first.marker()) == 0);
   REQUIRE(access(checkpoint.path.c_str(), R_OK) == 0);
   if (!given.resumed) return;
 
