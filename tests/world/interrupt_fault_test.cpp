@@ -9,17 +9,14 @@
 namespace interrupt_fault_test {
 
 using namespace std::chrono_literals;
-using lockstep_test::count;
-using lockstep_test::Process;
-using lockstep_test::processes_left;
-using lockstep_test::processes_with;
+using namespace lockstep_test;
 
 namespace {
 
 constexpr int ranks = 3;
 
 Process training(const std::string& mode) {
-  return lockstep_test::start({lockstep_test::test_program("training_program"), mode, "--nproc", "3"});
+  return start({test_program("training_program"), mode, "--nproc", "3"});
 }
 
 // Every rank has trained for some steps.
@@ -34,7 +31,7 @@ bool all_are(const std::string& marker, bool stopped) {
   for (int i = 0; i < 500; ++i) {
     std::size_t found = 0;
     const auto all = processes_with(marker);
-    for (const pid_t pid : all) found += (lockstep_test::process_state(pid).state == 'T') == stopped ? 1 : 0;
+    for (const pid_t pid : all) found += (process_state(pid).state == 'T') == stopped ? 1 : 0;
     if (all.size() == ranks + 1 && found == all.size()) return true;
     std::this_thread::sleep_for(10ms);
   }
