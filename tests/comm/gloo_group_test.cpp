@@ -51,10 +51,9 @@ TEST_CASE("a communicator that was moved from says so") {
   lockstep_test::TestedComm second(std::move(first));
   CHECK_THROWS_AS(first.size(),
                   lockstep::UsageError);  // NOLINT(bugprone-use-after-move): that is what it tests
-  CHECK_THROWS_WITH(
-      first.all_reduce(torch::ones({2})),
-      "this communicator was moved from, into a Trainer for instance: use the communicator that "
-      "now holds the group, such as trainer.comm()");
+  CHECK_THROWS_WITH(first.all_reduce(torch::ones({2})),
+                    "this communicator was moved from, into a Trainer for instance: use the communicator "
+                    "that now holds the group, such as trainer.comm()");
   CHECK_NOTHROW(second.barrier());
 }
 

@@ -184,9 +184,8 @@ TEST_CASE("calls that the last 1,024 do not reach are said to differ all the sam
   CHECK(failure.cause == 1);
   CHECK(failure.message ==
         "ranks 0 and 1 have made different calls in the communicator 'lockstep/comm/0', at the latest in "
-        "collective "
-        "#2001, and their last calls do not show which; every rank must make the same calls, in the same "
-        "order");
+        "collective #2001, and their last calls do not show which; every rank must make the same calls, in "
+        "the same order");
 }
 
 TEST_CASE("ranks that leave after different numbers of calls are named with their last ones") {
@@ -198,8 +197,7 @@ TEST_CASE("ranks that leave after different numbers of calls are named with thei
   CHECK(failure.call.sequence == 7);
   CHECK(failure.message ==
         "rank 1 has left after no collective, and rank 2 after broadcast #7; every rank must make the same "
-        "calls, and "
-        "equally many");
+        "calls, and equally many");
 }
 
 }  // namespace group_status_test

@@ -48,10 +48,9 @@ TEST_CASE("lateness names the late ranks and where they were") {
       "ranks 1 and 2 have not entered all_reduce #57 after 6 s; last at all_reduce #56; rank 2 at the start");
   CHECK(lateness(call, {{1, here}, {3, here}}, ranks, 0, "6 s") ==
         "rank 2 has not reported a position after 6 s of all_reduce #57: dead, stopped or cut off");
-  CHECK(
-      lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
-      "all_reduce #57 is not complete after 6 s although every rank has entered it: the network or a rank is "
-      "too slow");
+  CHECK(lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
+        "all_reduce #57 is not complete after 6 s although every rank has entered it: the network or a rank "
+        "is too slow");
   CHECK(lateness(call, {{1, here}, {2, at(57, "barrier")}, {3, here}}, ranks, 0, "6 s") ==
         "all_reduce #57 is not complete after 6 s: rank 2 called barrier instead");
 }
@@ -72,12 +71,10 @@ TEST_CASE("errors name the public calls of the ranks") {
   const Call call = collective("all_reduce");
   CHECK(lateness(call, {{1, at(56, "all_reduce", "Trainer::fit", "evaluate")}}, {0, 1}, 0, "6 s") ==
         "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; last at all_reduce #56 of "
-        "Trainer::fit "
-        "(evaluate); every rank must call Trainer::fit");
+        "Trainer::fit (evaluate); every rank must call Trainer::fit");
   CHECK(lateness(call, {{1, at(57, "barrier", "evaluate")}}, {0, 1}, 0, "6 s") ==
         "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in Trainer::fit, rank 1 in "
-        "evaluate; "
-        "call both on every rank, and equally often");
+        "evaluate; call both on every rank, and equally often");
   CHECK(lateness(call, {{1, at(0, "nothing")}}, {0, 1}, 0, "6 s",
                  {{1, {"lockstep/comm/1", at(3, "barrier", "Trainer::evaluate", "agree")}}}) ==
         "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; at the start; every rank must call "
@@ -138,16 +135,14 @@ TEST_CASE("the environment of NCCL is told where LibTorch may end the process") 
                 {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"}};
   CHECK(warning(values).empty());
   values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3";
-  CHECK(
-      warning(values) ==
-      "with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, LibTorch ends the process when a collective of NCCL fails or "
-      "times out, before lockstep can name the rank: unset it");
+  CHECK(warning(values) ==
+        "with TORCH_NCCL_ASYNC_ERROR_HANDLING=3, LibTorch ends the process when a collective of NCCL fails "
+        "or times out, before lockstep can name the rank: unset it");
   values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2";
   values.erase("TORCH_NCCL_ENABLE_MONITORING");
-  CHECK(
-      warning(values) ==
-      "this program was started without lockstep::launch, and LibTorch may end it when a collective of NCCL "
-      "fails: set TORCH_NCCL_ENABLE_MONITORING=0 before the program starts");
+  CHECK(warning(values) ==
+        "this program was started without lockstep::launch, and LibTorch may end it when a collective of "
+        "NCCL fails: set TORCH_NCCL_ENABLE_MONITORING=0 before the program starts");
 }
 
 TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {
