@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "examples/output.hpp"
+#include "examples/square_digits.hpp"
 #include "lockstep/files.hpp"
 #include "support/by_hand.hpp"
 #include "support/temporary_folder.hpp"
@@ -12,35 +13,6 @@ namespace average_gradients_test {
 using namespace lockstep_test;
 
 namespace {
-
-/// The bytes of an IDX file of `count` items, each of `item` bytes. Digit d is a bright stripe at its own height.
-std::string idx(int count, bool images) {
-  std::string bytes = images ? std::string("\0\0\x08\x03", 4) : std::string("\0\0\x08\x01", 4);
-  const auto number = [&](int value) {
-    for (const int shift : {24, 16, 8, 0}) bytes += static_cast<char>((value >> shift) & 255);
-  };
-  number(count);
-  if (images) number(28), number(28);
-  for (int i = 0; i < count; ++i) {
-    const int digit = i % 10;
-    if (!images)
-      bytes += static_cast<char>(digit);
-    else
-      for (int pixel = 0; pixel < 28 * 28; ++pixel)
-        bytes += static_cast<char>(pixel / 28 / 2 == digit ? 200 + i % 50 : i * pixel % 50);
-  }
-  return bytes;
-}
-
-/// A folder with MNIST's four files.
-struct Stripes : TemporaryFolder {
-  Stripes() {
-    for (const std::string part : {"train", "t10k"}) {
-      write(part + "-images-idx3-ubyte", idx(600, true));
-      write(part + "-labels-idx1-ubyte", idx(600, false));
-    }
-  }
-};
 
 const std::string program = test_program("average_gradients");
 
@@ -61,7 +33,7 @@ TEST_CASE("average_gradients starts processes without and with a group") {
 }
 
 TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve", "[.release]") {
-  const Stripes digits;
+  const SquareDigits digits(600, 600);
   const TemporaryFolder plots;
   const auto path = (plots / "curve.csv").string();
   const auto ended = run_example({program, "--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir",
@@ -91,7 +63,7 @@ TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve",
 }
 
 TEST_CASE("average_gradients draws its curve as SVG") {
-  const Stripes digits;
+  const SquareDigits digits(600, 600);
   const TemporaryFolder plots;
   const auto path = (plots / "curve.svg").string();
   // In a batch script of Slurm, as by hand.
@@ -106,7 +78,7 @@ TEST_CASE("average_gradients draws its curve as SVG") {
 }
 
 TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") {
-  const Stripes digits;
+  const SquareDigits digits(600, 600);
   const auto compared = [&](const std::string& nproc) {
     const auto out = out_of({program, "--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
     const std::string number = "([0-9.e+-]+)";

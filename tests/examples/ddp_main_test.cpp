@@ -1,4 +1,4 @@
-// The tutorials' template: the lines, the learning and the several hosts.
+// The tutorials' template: the lines and the learning.
 #include <regex>
 #include <string>
 #include <vector>
@@ -8,9 +8,7 @@
 #include "lockstep/files.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "support/by_hand.hpp"
 #include "support/temporary_folder.hpp"
-#include "support/two_hosts.hpp"
 
 namespace ddp_main_test {
 
@@ -106,35 +104,6 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
   // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
        {{"CUDA_VISIBLE_DEVICES", "-1"}});
-}
-
-TEST_CASE("3 and 4 processes on two hosts, started by the tutorial's variables, train one model",
-          "[.release]") {
-  const TwoHosts hosts;
-  if (!hosts.missing().empty()) {
-    WARN("SKIPPED: " << hosts.missing());
-    return;
-  }
-  const SquareDigits digits(448, 70);
-  const TemporaryFolder saved;
-  Together ranks;
-  for (const bool first : {true, false}) {
-    auto variables = by_hand(first ? 0 : 3, 7, 29500);
-    variables["MASTER_ADDR"] = "10.177.0.1";
-    variables["OMP_NUM_THREADS"] = "1";
-    ranks.add(
-        hosts.on(first ? "A" : "B",
-                 {test_program("ddp_main"), "-e", "2", "-b", "16", "--data-dir", digits.path().string(),
-                  "--save", (saved / (first ? "a.pt" : "b.pt")).string(), "--nproc", first ? "3" : "4"}),
-        variables);
-  }
-  const auto codes = ranks.wait(patience);
-  INFO(ranks[0].out() << ranks[0].error() << ranks[1].out() << ranks[1].error());
-  CHECK(codes == std::vector<int>{0, 0});
-  CHECK(std::regex_match(ranks[0].out(), tutorial_lines));
-  CHECK(ranks[1].out().empty());  // rank 0 of all prints and saves, not the first rank of each host
-  CHECK(std::filesystem::exists(saved / "a.pt"));
-  CHECK(saved.files() == 1);
 }
 
 }  // namespace ddp_main_test

@@ -95,29 +95,6 @@ TEST_CASE("ddp_toy runs one demo under a launcher", "[.release]") {
   CHECK(split.code == 0);
   CHECK(sorted_lines(split.out) == of_ranks(model_parallel, 2));
 
-  // As torchrun starts it: one process per rank.
-  const Variables torchrun{{"RANK", "0"},        {"WORLD_SIZE", "1"},          {"LOCAL_RANK", "0"},
-                           {"MASTER_PORT", "0"}, {"MASTER_ADDR", "localhost"}, {"LOCAL_WORLD_SIZE", "1"}};
-  auto place = torchrun;
-  place["MASTER_PORT"] = std::to_string(free_port());
-  const auto elastic = run_demo({"elastic"}, place);
-  CHECK(elastic.code == 0);
-  CHECK(elastic.out == "Start running basic DDP example on rank 0.\n");
-
-  // By hand, one command per rank.
-  Together ranks({test_program("ddp_toy"), "elastic"}, 2,
-                 {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", "-1"}});
-  CHECK(ranks.wait(Milliseconds(60000)) == std::vector<int>{0, 0});
-  for (int rank : {0, 1})
-    CHECK(ranks[rank].out() == "Start running basic DDP example on rank " + std::to_string(rank) + ".\n");
-
-  // All demos by hand.
-  Together demos({test_program("ddp_toy"), "--cpu-devices", "4", "--checkpoint", file}, 2,
-                 {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", "-1"}});
-  CHECK(demos.wait(Milliseconds(60000)) == std::vector<int>{0, 0});
-  for (int rank : {0, 1}) CHECK(lines_of(demos[rank].out()) == all_demos(rank));
-  CHECK(folder.files() == 0);
-
   // In a batch script of Slurm, which is no rank.
   const auto batch = run_demo({"basic", "--nproc", "2"},
                               {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}});

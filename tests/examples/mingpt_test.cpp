@@ -27,10 +27,9 @@ Words command(const TemporaryFolder& folder, const Words& more) {
 }
 
 void write_settings(const TemporaryFolder& folder) {
-  folder.write(
-      "t.toml",
-      "[gpt_config]\nn_layer = 1\nn_head = 2\nn_embd = 16\n[data_config]\nblock_size = 16\ntruncate = "
-      "0.3\n[trainer_config]\nbatch_size = 16\n[sample_config]\nnumber = 1\nlength = 20\n");
+  folder.write("t.toml",
+               "[gpt_config]\nn_layer = 1\nn_head = 2\nn_embd = 16\n[data_config]\nblock_size = 16\ntruncate "
+               "= 0.3\n[trainer_config]\nbatch_size = 16\n[sample_config]\nnumber = 1\nlength = 20\n");
 }
 
 std::string train(const TemporaryFolder& folder, const Words& more) {
@@ -48,9 +47,9 @@ TEST_CASE("mingpt prints the tutorial's lines, learns and generates text") {
   write_settings(folder);
   const std::string out = train(folder, {"trainer_config.max_epochs=3", "trainer_config.log_every=50"});
   INFO(out);
-  CHECK(out.starts_with(
-      "Data has 3007 characters, 29 unique.\nnumber of parameters: 0.00M\nSnapshot not found. Training model "
-      "from scratch\n"));
+  CHECK(
+      out.starts_with("Data has 3007 characters, 29 unique.\nnumber of parameters: 0.00M\nSnapshot not "
+                      "found. Training model from scratch\n"));
   for (const std::string line :
        {"[RANK0] Epoch 1 | Iter 0 | Train Loss 3.", "[RANK0] Epoch 3 | Iter 50 | Train",
         "\n[RANK1] Epoch 3 | Iter 50 | Train", "\nSnapshot saved at epoch 3\n"})

@@ -124,19 +124,19 @@ TEST_CASE(
 }
 
 TEST_CASE(
-    "torchrun restarts a run whose rank is killed in a step, which ends with the bits of an undisturbed "
-    "run",
+    "torchrun restarts a run whose rank is killed in a step, which ends with the bits of an undisturbed run",
     "[.release]") {
   const std::string agent = torchrun();
   if (agent.empty()) return;
   const TemporaryFolder folder;
-  const auto launcher = [&](const char* restarts) {
-    return std::vector<std::string>{
-        agent,           "--no-python",         "--nproc-per-node=2",
-        "--rdzv-id=456", "--rdzv-backend=c10d", fmt::format("--rdzv-endpoint=localhost:{}", free_port()),
-        restarts};
-  };
-  Process process = start(command(folder, four_epochs_launched, launcher("--max-restarts=3")), one_thread);
+  const std::vector<std::string> launcher{agent,
+                                          "--no-python",
+                                          "--nproc-per-node=2",
+                                          "--rdzv-id=456",
+                                          "--rdzv-backend=c10d",
+                                          fmt::format("--rdzv-endpoint=localhost:{}", free_port()),
+                                          "--max-restarts=3"};
+  Process process = start(command(folder, four_epochs_launched, launcher), one_thread);
   REQUIRE(process.wait_for_output("[GPU0] Epoch 1 |", patience));
   kill_rank(process.marker(), 1);
   REQUIRE(process.wait(patience));
@@ -152,17 +152,6 @@ TEST_CASE(
   CHECK(count(process.error(), "started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 2);
   CHECK(lockstep::read_file(folder / "snapshot.pt").size() > 1000);
   CHECK(lockstep::read_file(folder / "snapshot.pt") == undisturbed_snapshot());
-
-  // An attempt that ends by an exception: torchrun's summary shows it.
-  folder.write("snapshot.pt", "no archive");
-  const Ended damaged = run_example(command(folder, four_epochs_launched, launcher("--max-restarts=0")));
-  INFO("damaged: " << damaged.error);
-  CHECK(damaged.code == 1);
-  CHECK(damaged.left == 0);
-  const auto root = damaged.error.find("Root Cause");
-  REQUIRE(root != std::string::npos);
-  CHECK_THAT(damaged.error.substr(root),
-             ContainsSubstring("lockstep::UsageError: --snapshot_path: could not resume from 'snapshot.pt'"));
 }
 
 // The order of the buckets decides the last bits of a sum over three and more ranks.
@@ -279,8 +268,8 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
   INFO(resumed[0].out() << resumed[0].error() << resumed[1].out() << resumed[1].error());
   CHECK(ended == std::vector<int>{0, 0});
   CHECK(count(resumed[0].error(),
-              "lockstep: 6 ranks on 2 hosts (nodeA: 4, nodeB: 2), started by torchrun (RANK, "
-              "WORLD_SIZE), rendezvous at tcp://") == 1);
+              "lockstep: 6 ranks on 2 hosts (nodeA: 4, nodeB: 2), started by torchrun (RANK, WORLD_SIZE), "
+              "rendezvous at tcp://") == 1);
   CHECK(count(resumed[0].error(), "; threads per rank: 1, from OMP_NUM_THREADS of torchrun\n") == 1);
   CHECK(count(resumed[1].out(), "Resuming training from snapshot at Epoch 2\n") == 2);
   for (int rank = 0; rank < 6; ++rank)
@@ -289,8 +278,7 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
 }
 
 TEST_CASE(
-    "torchrun's agents on two hosts restart their ranks when one is killed, and the run ends with equal "
-    "bits",
+    "torchrun's agents on two hosts restart their ranks when one is killed, and the run ends with equal bits",
     "[.release]") {
   const std::string agent = torchrun();
   if (agent.empty()) return;
