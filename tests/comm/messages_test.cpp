@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
-#include "lockstep/comm/detail/group_state.hpp"
+#include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/world/detail/nccl_environment.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
@@ -23,7 +23,7 @@ namespace messages_test {
 
 using lockstep::FailedCall;
 using lockstep::detail::Call;
-using lockstep::detail::FailureMonitor;
+using lockstep::detail::ControlPlane;
 using lockstep::detail::GroupStatus;
 using lockstep::detail::text_of;
 using namespace std::chrono_literals;
@@ -192,18 +192,18 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
       const auto joined = world.store();  // blocks until all have come
       auto status = std::make_shared<GroupStatus>("group", lockstep::detail::all_ranks(size));
       for (int call = 0; call < 7; ++call) status->enter("all_reduce");
-      std::optional<FailureMonitor> monitor;
-      monitor.emplace(rank, world.connection());
-      monitor->add(status);
-      // Until every monitor has connected and answered once.
-      while (monitor->ask(*status, 60s, 60s).positions.size() < size - 1u) {
+      std::optional<ControlPlane> plane;
+      plane.emplace(rank, lockstep::detail::state_of(world).connection());
+      plane->add(status);
+      // Until every rank has connected and answered once.
+      while (plane->ask(*status, 60s, 60s).positions.size() < size - 1u) {
       }
       all.arrive_and_wait();
-      if (rank == dead) monitor.reset();
+      if (rank == dead) plane.reset();
       all.arrive_and_wait();
       if (rank != dead) {
         // 255 ranks need a second for their answers, more on a busy machine.
-        const auto answers = monitor->ask(*status, 6s, 60s);
+        const auto answers = plane->ask(*status, 6s, 60s);
         if (!answers.conclusive) ++unanswered;
         for (int other = 0; other < size; ++other) {
           const auto found = answers.positions.find(other);
@@ -215,7 +215,7 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
         alive.arrive_and_wait();
       }
       all.arrive_and_wait();
-      monitor.reset();
+      plane.reset();
       all.arrive_and_wait();  // rank 0 hosts the store
     });
   for (std::thread& rank : ranks) rank.join();

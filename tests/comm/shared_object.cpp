@@ -1,8 +1,9 @@
 // Compiled once, with -fvisibility=hidden, and linked into each of two shared objects.
 #include "comm/shared_object.hpp"
 
-#include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 
 using lockstep::GlooComm;
 
@@ -25,7 +26,9 @@ const SharedObject& functions_of_this_object() {
       },
       [] { return lockstep::Error("").rank(); },
       [](const lockstep::World& world) -> const void* {
-        return lockstep::detail::FailureMonitor::of(world).get();
+        return lockstep::detail::ControlPlane::of(world.rank(),
+                                                  lockstep::detail::state_of(world).connection(), nullptr)
+            .get();
       }};
   return functions;
 }

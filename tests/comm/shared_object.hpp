@@ -18,7 +18,7 @@ struct SharedObject {
   /// The rank that an error of this object names.
   int (*rank_of_error)();
   /// The address of a thing of which a process has one while a communicator lives.
-  const void* (*failure_monitor)(const lockstep::World& world);
+  const void* (*control_plane)(const lockstep::World& world);
 };
 
 /// Of the object that this is linked into.

@@ -24,8 +24,7 @@ namespace {
 
 lockstep::ProcessGroupComm of_program(const lockstep::World& world, at::Device device) {
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
-  if (world.size() > 1)
-    store = c10::make_intrusive<c10d::PrefixStore>("gpu_test", world.connect_again(std::chrono::seconds(60)));
+  if (world.size() > 1) store = c10::make_intrusive<c10d::PrefixStore>("gpu_test", world.store());
   return {world,
           c10::make_intrusive<c10d::ProcessGroupNCCL>(store, world.rank(), world.size()),
           {.device = device}};

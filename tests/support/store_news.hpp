@@ -6,7 +6,6 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/environment.hpp"
@@ -35,18 +34,6 @@ inline void await_sign_in(int port, const std::vector<int>& ranks) {
 inline void await_death(const auto& world, int rank) {
   const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
   await_at_store(url.host, url.port, {rank}, [](const auto& known) { return known.at(0).lost; });
-}
-
-/// Waits as one that looks now and then whether another rank has failed, and throws if so.
-inline void wait_for_failure(const auto& world) {
-  const auto connection = world.connection();
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (std::chrono::steady_clock::now() < end) {
-    lockstep::detail::RunClient run(*connection, std::chrono::seconds(10));
-    if (const auto failure = run.summary().failure)
-      throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
 }
 
 }  // namespace lockstep_test

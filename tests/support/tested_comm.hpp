@@ -27,8 +27,8 @@ inline c10::intrusive_ptr<c10d::Backend> process_group(const lockstep::World& wo
   static int made = 0;
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   if (world.size() > 1)
-    store = c10::make_intrusive<c10d::PrefixStore>("test/process group " + std::to_string(made++),
-                                                   world.connect_again(std::chrono::seconds(60)));
+    store =
+        c10::make_intrusive<c10d::PrefixStore>("test/process group " + std::to_string(made++), world.store());
   // Gloo has no room for more than the longest timeout.
   const auto timeout = std::min<std::chrono::milliseconds>(options.timeout, std::chrono::hours(24));
   auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + std::chrono::seconds(10));

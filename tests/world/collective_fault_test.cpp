@@ -67,6 +67,14 @@ TEST_CASE("a communicator that an exception has ended is not the world: the next
     }
 }
 
+TEST_CASE("groups that have failed with collectives in flight leave no thread and no connection") {
+  auto ranks = start({program, "fails often", "--nproc", "3"});
+  CHECK(ranks.wait(60s));
+  INFO(ranks.out() << ranks.error());
+  CHECK(ranks.exit_code() == 0);
+  CHECK(count(ranks.out(), "has 3, 0 more descriptors, 0 more threads") == 3);
+}
+
 TEST_CASE("without launch a rank that ends is known by its connection") {
   for (const std::string mode : {"level one throws", "level one dies"}) {
     Together ranks({program, mode}, 3);

@@ -2,9 +2,16 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <filesystem>
+#include <iterator>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
@@ -60,6 +67,53 @@ int call_differently(const std::string& mode, const lockstep::World& world, int 
   return 0;
 }
 
+std::ptrdiff_t entries(const char* folder) {
+  const std::filesystem::directory_iterator found(folder);
+  return std::distance(begin(found), end(found));
+}
+
+// Makes communicators, each of which rank `culprit` aborts while collectives are in flight, and keeps.
+int fail_often(const lockstep::World& world, int culprit) {
+  std::vector<lockstep::GlooComm> kept;
+  const auto use = [&](bool fails) {
+    lockstep::GlooComm comm{world};
+    std::vector<torch::Tensor> tensors(4);
+    for (auto& tensor : tensors) tensor = torch::ones({1 << 18});
+    comm.barrier();
+    std::vector<lockstep::GlooComm::Work> works;
+    for (auto& tensor : tensors) {
+      works.push_back(comm.all_reduce(tensor));
+      if (!fails || world.rank() != culprit) continue;
+      comm.abort("out of memory");
+      kept.push_back(std::move(comm));
+      return 0.0F;
+    }
+    for (auto& work : works) work.synchronize();
+    return tensors[3][0].item<float>();
+  };
+  std::ptrdiff_t descriptors = 0, threads = 0;
+  const auto more_descriptors = [&] { return std::max(entries("/proc/self/fd") - descriptors, {}); };
+  const auto more_threads = [&] { return std::max(entries("/proc/self/task") - threads, {}); };
+  for (int attempt = 0; attempt < 10; ++attempt) {
+    try {
+      use(true);
+    } catch (const std::exception&) {
+    }
+    if (attempt > 0) continue;
+    std::this_thread::sleep_for(1s);
+    descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
+  }
+  float sum = use(false);
+  if (world.rank() == culprit) sum = use(false);  // when the others have looked
+  kept.clear();
+  for (int wait = 0; wait < 50 && (more_descriptors() > 0 || more_threads() > 0); ++wait)
+    std::this_thread::sleep_for(100ms);
+  world.log.all().info("rank {} has {}, {} more descriptors, {} more threads", world.rank(), sum,
+                       more_descriptors(), more_threads());
+  if (world.rank() != culprit) use(false);
+  return 0;
+}
+
 int rank_of(const std::string& mode, lockstep::World world) {
   const auto timeout = mode == "never comes" ? 2000ms : 1800000ms;
   const bool first = mode.ends_with(" first");  // rank 0, which by hand hosts the store
@@ -73,6 +127,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
     lockstep_test::await_death(world, 1);
   }
   if (mode == "never comes") lockstep_test::meet(world);
+  if (mode == "fails often") return fail_often(world, culprit);
   if (mode.starts_with("retries")) {
     for (int attempt = 0; attempt < 2; ++attempt) try {
         lockstep::GlooComm comm{world};

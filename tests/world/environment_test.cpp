@@ -70,19 +70,23 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
            {{{"WORLD_SIZE", "0"}}, "WORLD_SIZE=0"},
            {{{"RANK", "0"}}, "WORLD_SIZE is not"},
            {{{"WORLD_SIZE", "2"}}, "RANK is not"},
-           {{{"LOCAL_RANK", "1"}}, "LOCAL_RANK=1 is set but RANK is not: set both, or neither"},
+           {{{"LOCAL_RANK", "1"}},
+            "LOCAL_RANK=1 is set but RANK is not: set RANK to the number of this process (with --nproc, of "
+            "the "
+            "first on this host) and WORLD_SIZE to the number of all ranks, or unset LOCAL_RANK"},
            {{{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
            {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "1"}},
-            "; or unset RANK and WORLD_SIZE, for the rank of OMPI_COMM_WORLD_RANK=1"},
+            "; or unset RANK and WORLD_SIZE, for the rank of mpirun of Open MPI"},
            {changed(rank("1", "2"), "MASTER_ADDR", ""), "MASTER_ADDR is not set"},
            {changed(rank("1", "2"), "MASTER_PORT", ""), "MASTER_PORT is not set"},
            {changed(rank("1", "2"), "MASTER_PORT", "70000"), "MASTER_PORT=70000 is out of range"},
            {rank("0", "4", {{"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}}), "LOCAL_RANK=2 is out of range"},
            {rank("0", "4", {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}),
-            "LOCAL_RANK=1 contradicts RANK=0"},
-           {rank("0", "2", {{"LOCAL_RANK", "1"}}), "LOCAL_RANK=1 contradicts RANK=0"},
+            "LOCAL_RANK=1 is out of range: with RANK=0 it must be in 0 to 0"},
+           {rank("0", "2", {{"LOCAL_RANK", "1"}}),
+            "LOCAL_RANK=1 is out of range: with RANK=0 it must be in 0 to 0"},
            {rank("0", "2", {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "3"}}),
-            "LOCAL_WORLD_SIZE=3 contradicts WORLD_SIZE=2"}})
+            "LOCAL_WORLD_SIZE=3 is out of range: with WORLD_SIZE=2 it must be in 1 to 2"}})
     refused(values, words);
   CHECK(read({{"LOCAL_RANK", "0"}}).size == 1);  // a script may number one process, too
 }
@@ -108,10 +112,10 @@ TEST_CASE("a rendezvous is a tcp URL") {
 
 TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--nproc", "3"}, {}).nproc == 3);
-  CHECK(plan({"--nproc=3"}, {}).size == 3);
-  CHECK(plan({"--nproc-per-node", "3"}, {}).size == 3);
-  CHECK(plan({"--nproc-per-node=4", "--nproc", "3"}, {}).size == 3);
-  CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = false}).size == 3);
+  CHECK(plan({"--nproc=3"}, {}).environment.size == 3);
+  CHECK(plan({"--nproc-per-node", "3"}, {}).environment.size == 3);
+  CHECK(plan({"--nproc-per-node=4", "--nproc", "3"}, {}).environment.size == 3);
+  CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = false}).environment.size == 3);
   CHECK(plan({}, {}, {.nproc = 5}).nproc == 5);
   CHECK(plan({"--nproc", "3"}, {}, {.nproc = 5}).nproc == 3);
   // LaunchOptions::nproc is a default, which RANK and WORLD_SIZE replace.
@@ -123,7 +127,7 @@ TEST_CASE("launch starts as many processes as it is told") {
     CHECK(plan({}, {{"WORLD_SIZE", "1"}}, two).worker);
   }
   const auto named = plan({"--nproc", "3"}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "4"}}), {.nproc = 2});
-  CHECK(named.first == 1);
+  CHECK(named.environment.rank == 1);
   CHECK(named.nproc == 3);
   CHECK(plan({"--nproc", "1"}, {}).worker);
   CHECK_FALSE(plan({"--nproc", "2"}, {}).worker);
@@ -133,7 +137,7 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--timeout", "90"}, {}).timeout == 90);
   CHECK_FALSE(plan({}, {{"LOCKSTEP_TIMEOUT", "90"}}).timeout);
   // A loopback address tells of no other host.
-  CHECK(plan({"--nproc", "2"}, {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}}).size == 2);
+  CHECK(plan({"--nproc", "2"}, {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}}).environment.size == 2);
 }
 
 TEST_CASE("of a launch argument that is given twice the last counts") {
@@ -160,14 +164,18 @@ TEST_CASE("bad launch arguments are refused on one line") {
            {{"--prefix", "loud"}, {}, "--prefix loud is unknown"},
            {{"--threads", "none"}, {}, "--threads none is not a number"},
            {{}, {{"LOCKSTEP_TIMEOUT", "soon"}}, "LOCKSTEP_TIMEOUT=soon"},
-           {{"--nproc", "3"}, launched, "--nproc 3 contradicts LOCAL_WORLD_SIZE=2"},
+           {{"--nproc", "3"},
+            launched,
+            "--nproc 3 contradicts the launcher that has set LOCAL_RANK, which has started 2 of 2 ranks on "
+            "this "
+            "host (RANK, WORLD_SIZE): leave --nproc out"},
            {{"--nproc", "2"}, {{"WORLD_SIZE", "3"}}, "WORLD_SIZE=3 contradicts --nproc 2"},
-           {{"--nproc", "2"}, first("2147483647", "4"), "its last is 2147483648"},
+           {{"--nproc", "2"}, first("2147483646", "2147483647"), "its last is 2147483647"},
            {{"--nproc", "5"}, first("3", "7"), "WORLD_SIZE=7 allows no rank above 6"},
            {{"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "7"}}, "MASTER_ADDR"},
            {{"--nproc", "2"},
             changed(first("0", "4"), "LOCAL_RANK", "0"),
-            "--nproc 2 contradicts LOCAL_RANK=0, which is the place of one process"}})
+            "--nproc 2 contradicts the launcher that has set LOCAL_RANK, which has started this process"}})
     refused(arguments, values, words);
 }
 
@@ -180,11 +188,11 @@ TEST_CASE("under a launcher a process is one worker") {
 
 TEST_CASE("by hand on several hosts RANK is the first rank of this one") {
   const auto second = plan({"--nproc", "4"}, with_master({{"RANK", "3"}, {"WORLD_SIZE", "7"}}));
-  CHECK(second.first == 3);
+  CHECK(second.environment.rank == 3);
   CHECK(second.nproc == 4);
-  CHECK(second.size == 7);
-  CHECK(second.rendezvous == "tcp://node1:29500");
-  const auto jobs = jobs_of(second, second.rendezvous);
+  CHECK(second.environment.size == 7);
+  CHECK(second.environment.rendezvous == "tcp://node1:29500");
+  const auto jobs = jobs_of(second, second.environment.rendezvous);
   REQUIRE(jobs.size() == 4);
   CHECK(jobs[0].rank == 3);
   CHECK(jobs[3].rank == 6);
@@ -198,10 +206,10 @@ TEST_CASE("a world size and an address without a rank are refused, since each ho
     for (const std::vector<std::string>& arguments :
          {std::vector<std::string>{}, std::vector<std::string>{"--nproc", "2"}})
       refused(arguments, values,
-              "WORLD_SIZE=2 is set but RANK is not: set RANK to this process's number, 0 to 1, or to the "
-              "first of this host's ranks with --nproc; for a run on this host alone unset WORLD_SIZE");
+              "WORLD_SIZE=2 is set but RANK is not: set RANK to the number of this process (with --nproc, of "
+              "the first on this host) and WORLD_SIZE to the number of all ranks, or unset WORLD_SIZE");
     values.erase("WORLD_SIZE");  // an exported address alone: ranks on this host
-    CHECK(plan({"--nproc", "2"}, values).rendezvous.empty());
+    CHECK(plan({"--nproc", "2"}, values).environment.rendezvous.empty());
     values["WORLD_SIZE"] = "1";
     CHECK(plan({}, values).worker);
   }
@@ -224,13 +232,13 @@ TEST_CASE("a process alone has no rendezvous, whatever address is exported") {
 
 TEST_CASE("by hand all ranks of a run on one host meet at MASTER_ADDR, where another host is refused") {
   const auto all = plan({"--nproc", "2"}, with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
-  CHECK(all.rendezvous == "tcp://node1:29500");
-  CHECK(all.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
+  CHECK(all.environment.rendezvous == "tcp://node1:29500");
+  CHECK(all.environment.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("on one host the world size is the number of processes") {
   CHECK(plan({}, {{"WORLD_SIZE", "3"}}).nproc == 3);
-  CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).rendezvous.empty());
+  CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).environment.rendezvous.empty());
 }
 
 TEST_CASE("every flag of launch can be left to the program") {

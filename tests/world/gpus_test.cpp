@@ -71,7 +71,8 @@ TEST_CASE("GPUs that CUDA_VISIBLE_DEVICES leaves out are not taken") {
   for (const auto& [visible, words] :
        {std::pair("3,4", "GPU 0 is asked for, but CUDA_VISIBLE_DEVICES=3,4 leaves it out"),
         {"-1", "leaves it out"},
-        {"GPU-8932f937", "CUDA_VISIBLE_DEVICES=GPU-8932f937 names them otherwise"}})
+        {"GPU-8932f937",
+         "CUDA_VISIBLE_DEVICES=GPU-8932f937 leaves it out: ask for those in it by number, or unset it"}})
     refuses<lockstep::UsageError>(
         [visible = visible] {
           plan_on("0", {{"CUDA_VISIBLE_DEVICES", visible}});

@@ -3,9 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
-#include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
@@ -15,6 +16,7 @@
 #include "support/process.hpp"
 #include "support/reported.hpp"
 #include "support/store_news.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace launch_fault_test {
 
@@ -429,9 +431,30 @@ TEST_CASE("two steps of a job that get one port do not become one run") {
   INFO(ranks[1].error());
   CHECK(reported(ranks[1].error())
             .failure.message.starts_with("the store at localhost:61885 (SLURM_STEP_NODELIST=localhost, "
-                                         "MASTER_PORT from srun) belongs to another run"));
+                                         "a port derived from the job) belongs to another run"));
   ranks.add({program, "well"}, task("4", "1"));
   CHECK(ranks.wait() == std::vector<int>{0, 1, 0});
+}
+
+TEST_CASE("rank 0 warns of ranks that run another program than it does, once") {
+  const TemporaryFolder folder;
+  const std::string other = folder / "other", same = folder / "same";
+  for (const auto& copy : {other, same}) std::filesystem::copy_file(program, copy);
+  std::ofstream(other, std::ios::app) << "x";
+  const auto errors = [](const std::string& second) {
+    Together ranks;
+    const int port = free_port();
+    ranks.add({program, "well"}, by_hand(0, 2, port));
+    ranks.add({second, "well"}, by_hand(1, 2, port));
+    CHECK(ranks.wait() == std::vector<int>{0, 0});
+    return ranks[0].error() + ranks[1].error();
+  };
+  const auto warning = errors(other);
+  INFO(warning);
+  CHECK(count(warning, "warning: the ranks run different programs: world_program ") == 1);
+  CHECK(count(warning, " on rank 0, other ") == 1);
+  CHECK(warning.ends_with(" on rank 1; build and copy one to every host\n"));
+  CHECK(errors(same).empty());
 }
 
 TEST_CASE("under a launcher that lockstep does not know a program sets torchrun's variables itself") {
@@ -592,18 +615,20 @@ TEST_CASE("a world of very many ranks gives up in time, and names some that are 
                 "ranks 1, 2, 3, 4 and 999995 more of 1000000 did not join within 6 s"));
 }
 
-TEST_CASE("rank 0 on another host than MASTER_ADDR names is told") {
-  auto variables = by_hand(0, 2, free_port());
+TEST_CASE("rank 0 on another host than MASTER_ADDR names is told, and so are the ranks of its launcher") {
+  const auto [ranks, late] = GENERATE(table<int, std::string>({{1, "rank 1 of 2"}, {2, "rank 2 of 3"}}));
+  auto variables = by_hand(0, ranks + 1, free_port());
   variables["MASTER_ADDR"] = "192.0.2.1";  // an address for examples: nobody's
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
-  const auto result = run({program, "well"}, variables, 30s);
+  const auto result = run({program, "well", "--nproc", std::to_string(ranks)}, variables, 30s);
   INFO(result.error);
   CHECK(result.code == 1);
-  CHECK(result.error ==
-        fmt::format("error: rank 0 failed: rank 1 of 2 did not join within 1 s: start it with the "
-                    "MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others; MASTER_ADDR=192.0.2.1 is no "
-                    "address of this host ({}): rank 0 must run on the host that it names\n",
-                    host_name()));
+  CHECK_THAT(result.error,
+             ContainsSubstring(fmt::format(
+                 " failed: {} did not join within 1 s: start it with the MASTER_ADDR, MASTER_PORT "
+                 "and WORLD_SIZE of the others; MASTER_ADDR=192.0.2.1 is no address of this host "
+                 "({}): rank 0 must run on the host that it names\n",
+                 late, host_name())));
 }
 
 TEST_CASE("an agent of torchrun that nobody finds is told with its variables, first while it is waited for",

@@ -1,13 +1,14 @@
 #include "lockstep/world/environment.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/process.hpp"
+#include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
@@ -19,10 +20,6 @@ using namespace lockstep_test;
 
 namespace {
 
-std::optional<lockstep::detail::LaunchedRank> found(Values values) {
-  return lockstep::detail::launched_rank(variables(std::move(values)));
-}
-
 const Values slurm{{"SLURM_JOB_ID", "12"},
                    {"SLURM_STEP_ID", "0"},
                    {"SLURM_PROCID", "2"},
@@ -31,41 +28,30 @@ const Values slurm{{"SLURM_JOB_ID", "12"},
                    {"SLURM_NODEID", "1"},
                    {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
                    {"SLURM_STEP_NODELIST", "n[09-10]"}};
+const Values one_task{{"SLURM_JOB_ID", "12"},
+                      {"SLURM_STEP_ID", "0"},
+                      {"SLURM_PROCID", "0"},
+                      {"SLURM_STEP_NUM_TASKS", "1"},
+                      {"SLURM_LOCALID", "0"},
+                      {"SLURM_NODEID", "0"},
+                      {"SLURM_STEP_TASKS_PER_NODE", "1"},
+                      {"SLURM_STEP_NODELIST", "n09"}};
 
 }  // namespace
 
-TEST_CASE("node lists of Slurm") {
-  using lockstep::detail::expand_node_list;
-  using Names = std::vector<std::string>;
-  CHECK(expand_node_list("node7") == Names{"node7"});
-  CHECK(expand_node_list("node[01-03,07]") == Names{"node01", "node02", "node03", "node07"});
-  CHECK(expand_node_list("n[09-11]") == Names{"n09", "n10", "n11"});
-  CHECK(expand_node_list("gpu-[1-2]-[3,5]") == Names{"gpu-1-3", "gpu-1-5", "gpu-2-3", "gpu-2-5"});
-  CHECK(expand_node_list("r[1-2]c[01-02]") == Names{"r1c01", "r1c02", "r2c01", "r2c02"});
-  CHECK(expand_node_list("x,y[1,3-4],z") == Names{"x", "y1", "y3", "y4", "z"});
-  for (const char* wrong : {"", "n[1", "n1]", "n[a-b]", "n[3-1]", "x,,y", "n[]", "n[1,]", "n]1["}) {
-    CAPTURE(wrong);
-    CHECK_THROWS_AS(expand_node_list(wrong), lockstep::UsageError);
-  }
-}
-
-TEST_CASE("a list of Slurm's cannot exhaust this host") {
-  using namespace lockstep::detail;
-  const auto begin = std::chrono::steady_clock::now();
-  std::string deep = "n";
-  for (int i = 0; i < 40'000; ++i) deep += "[0]";
-  CHECK_THROWS_AS(expand_node_list(deep), lockstep::UsageError);
-  for (const char* endless : {"n[0-999999]-[0-999999]", "n[0-2147483647]", "n[0-65535],n[0-65535]"})
-    refuses<lockstep::UsageError>([&] { expand_node_list(endless); },
-                                  "SLURM_STEP_NODELIST=" + std::string(endless) +
-                                      " names more than 65536 hosts: set MASTER_ADDR to the host of rank 0");
-  CHECK(expand_node_list("n[0-65535]").size() == 65536);
-  for (const char* endless : {"1(x2147483647)", "1(x65536),1"})
-    refuses<lockstep::UsageError>(
-        [&] { expand_task_counts(endless); },
-        "SLURM_STEP_TASKS_PER_NODE=" + std::string(endless) +
-            " names more than 65536 hosts: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand");
-  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+TEST_CASE("the first host of a node list of Slurm") {
+  const auto first = [](const std::string& list) {
+    return lockstep::parse_rendezvous(read(changed(slurm, "SLURM_STEP_NODELIST", list)).rendezvous).host;
+  };
+  CHECK(first("node7") == "node7");
+  CHECK(first("n[09-11]") == "n09");
+  CHECK(first("gpu-[3,5]-[1-2],x") == "gpu-3-1");
+  CHECK(first("r[1-2]c[01-02]") == "r1c01");
+  CHECK(first("x,y[1,3-4]") == "x");
+  for (const char* wrong : {"n[1", "n1]", "n[a-b]", "n[]", "n]1["})
+    refused(
+        changed(slurm, "SLURM_STEP_NODELIST", wrong),
+        fmt::format("SLURM_STEP_NODELIST={} cannot be parsed: set MASTER_ADDR to the host of rank 0", wrong));
 }
 
 TEST_CASE("several ranks without the rank of this one are refused, since each process would run on its own") {
@@ -75,14 +61,11 @@ TEST_CASE("several ranks without the rank of this one are refused, since each pr
   };
   refused({{"OMPI_COMM_WORLD_SIZE", "2"}}, missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"));
   refused({{"PMI_SIZE", "2"}}, missing("PMI_SIZE", "PMI_RANK"));
-  const Values step{
-      {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}};
-  for (const char* name : {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"})
-    refused(changed(step, name, ""), missing("SLURM_STEP_NUM_TASKS", name));
-  CHECK(found(step));
+  refused({{"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_NUM_TASKS", "2"}},
+          missing("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"));
   // A launcher of one process sets no more than that.
   for (const char* size : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
-    CHECK(!found({{size, "1"}}));
+    CHECK(read({{size, "1"}}).size == 1);
 }
 
 TEST_CASE("which launcher has started a process as its only rank, for the line about the run") {
@@ -108,76 +91,105 @@ TEST_CASE("which launcher has started a process as its only rank, for the line a
   CHECK(launcher({{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}}) == " ");  // a script
 }
 
-TEST_CASE("task counts of Slurm") {
-  using lockstep::detail::expand_task_counts;
-  CHECK(expand_task_counts("2,1") == std::vector{2, 1});
-  CHECK(expand_task_counts("2(x3),1") == std::vector{2, 2, 2, 1});
-  for (const char* wrong : {"", "x", "2(x)", "2(x0)", "2(x2", "2,", "-1"}) {
-    CAPTURE(wrong);
-    CHECK_THROWS_AS(expand_task_counts(wrong), lockstep::UsageError);
-  }
+TEST_CASE("the number of tasks of this host in the counts of Slurm") {
+  const auto tasks = [](const std::string& counts, int node) {
+    Values values = changed(slurm, "SLURM_STEP_TASKS_PER_NODE", counts);
+    values["SLURM_NODEID"] = std::to_string(node);
+    const auto env = read(values);
+    return env.launched ? env.local_size : 0;
+  };
+  CHECK(tasks("2,1", 0) == 2);
+  CHECK(tasks("2,1", 1) == 1);
+  CHECK(tasks("2(x3),1", 2) == 2);
+  CHECK(tasks("2(x3),1", 3) == 1);
+  // Unknown: the ranks find out their places when they have joined.
+  CHECK(tasks("2,1", 2) == 0);
+  for (const char* wrong : {"", "x", "2(x)", "2(x0)", "2(x", "-1"}) CHECK(tasks(wrong, 0) == 0);
 }
 
 TEST_CASE("a step of Slurm") {
-  const auto rank = found(slurm).value();
+  const auto rank = read(slurm);
   CHECK(rank.launcher == "srun");
   CHECK(rank.rank == 2);
   CHECK(rank.size == 3);
   CHECK(rank.local_rank == 0);
   CHECK(rank.local_size == 1);
-  CHECK(rank.master_addr == "n09");
-  CHECK(rank.master_port == found(changed(slurm, "SLURM_PROCID", "0"))->master_port);
-  CHECK(rank.master_port >= 61000);
-  CHECK(rank.master_port <= 65535);
-  CHECK(rank.master_port != found(changed(slurm, "SLURM_STEP_ID", "1"))->master_port);
+  CHECK(rank.launched);
+  const auto [host, port] = lockstep::parse_rendezvous(rank.rendezvous);
+  CHECK(host == "n09");
+  CHECK(port >= 61000);
+  CHECK(port <= 65535);
+  CHECK(rank.rendezvous == read(changed(slurm, "SLURM_PROCID", "0")).rendezvous);
+  CHECK(rank.rendezvous != read(changed(slurm, "SLURM_STEP_ID", "1")).rendezvous);
+  CHECK(rank.rendezvous_origin.text == "SLURM_STEP_NODELIST=n[09-10], a port derived from the job");
 
-  // A script may set LOCAL_RANK for its own purposes: it does not hide the launcher's rank.
   CHECK(read(changed(slurm, "LOCAL_RANK", "0")).rank == 2);
+  refused(changed(slurm, "LOCAL_RANK", "1"), "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun");
+  // Without the job two of them would take each other for one.
+  refused(changed(slurm, "SLURM_JOB_ID", ""), "SLURM_PROCID=2 is set but SLURM_JOB_ID is not");
+}
+
+TEST_CASE("a script may say the place on the host that a launcher leaves open") {
+  Values variables{{"PMI_RANK", "1"},
+                   {"PMI_SIZE", "2"},
+                   {"MASTER_ADDR", "a"},
+                   {"MASTER_PORT", "29500"},
+                   {"LOCAL_RANK", "1"}};
+  CHECK(read(variables).expected_local_rank == 1);
+  variables["LOCAL_WORLD_SIZE"] = "2";
+  const auto rank = read(variables);
+  CHECK(rank.launched);
+  CHECK(rank.local_rank == 1);
+  CHECK(rank.local_size == 2);
+  refused(changed(variables, "LOCAL_WORLD_SIZE", "1"), "LOCAL_RANK=1 is out of range");
 }
 
 TEST_CASE("a batch script of Slurm is not a rank") {
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
   refused(script, "inside Slurm job 12 of 3 tasks (SLURM_NTASKS) but was not started by srun");
-  CHECK(!found(changed(script, "SLURM_NTASKS", "1")));
-  CHECK(!found(changed(script, "SLURM_NTASKS", "")));
+  CHECK(read(changed(script, "SLURM_NTASKS", "1")).size == 1);
+  CHECK(read(changed(script, "SLURM_NTASKS", "")).size == 1);
 }
 
 TEST_CASE("the mpirun of Open MPI") {
   const Values mpi{{"OMPI_COMM_WORLD_RANK", "1"},
                    {"OMPI_COMM_WORLD_SIZE", "4"},
                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
-                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
-  const auto rank = found(mpi).value();
+                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
+  const auto rank = read(mpi);
   CHECK(rank.launcher == "mpirun of Open MPI");
   CHECK(rank.rank == 1);
   CHECK(rank.size == 4);
   CHECK(rank.local_rank == 1);
-  CHECK(rank.local_size == 2);
-  CHECK(rank.master_addr.empty());
-  const auto here = found(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4")).value();
-  CHECK(here.master_addr == "127.0.0.1");
-  CHECK(here.master_port >= 61000);
-  CHECK(!found(changed(changed(mpi, "OMPI_COMM_WORLD_RANK", "0"), "OMPI_COMM_WORLD_SIZE", "1")));
-  Values job = changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4");
-  job["PMIX_NAMESPACE"] = "7";
-  CHECK(found(job)->master_port != here.master_port);
+  CHECK(rank.local_size == 4);
+  CHECK(rank.rendezvous_origin.text == "the loopback address, a port derived from the job");
+  const auto [host, port] = lockstep::parse_rendezvous(rank.rendezvous);
+  CHECK(host == "127.0.0.1");
+  CHECK(port >= 61000);
+  CHECK(read(changed(mpi, "PMIX_NAMESPACE", "7")).rendezvous != rank.rendezvous);
+  Values addressed = changed(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "2"), "MASTER_ADDR", "h");
+  refused(addressed,
+          "mpirun of Open MPI has started ranks on several hosts and names no address");  // no port
+  addressed["MASTER_PORT"] = "29500";
+  CHECK(read(addressed).rendezvous == "tcp://h:29500");
+  CHECK(read({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}).size == 1);
 }
 
 TEST_CASE("mpiexec of MPICH, and srun with PMI") {
   const Values mpi{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
-  const auto rank = found(mpi).value();
+  const auto rank = read(mpi);
   CHECK(rank.launcher == "mpiexec");
   CHECK(rank.rank == 1);
   CHECK(rank.size == 2);
   CHECK(rank.local_rank == 1);
-  CHECK(rank.master_addr == "127.0.0.1");
+  CHECK(rank.rendezvous.starts_with("tcp://127.0.0.1:6"));
   Values pmi2 = slurm;
   pmi2["PMI_RANK"] = "2";
   pmi2["PMI_SIZE"] = "3";
-  CHECK(found(pmi2)->launcher == "srun");
+  CHECK(read(pmi2).launcher == "srun");
   pmi2["PMI_SIZE"] = pmi2["SLURM_STEP_NUM_TASKS"] = "1";
   pmi2["PMI_RANK"] = pmi2["SLURM_PROCID"] = "0";
-  CHECK(!found(pmi2));
+  CHECK(read(pmi2).size == 1);
 }
 
 TEST_CASE("mpirun inside a job of Slurm") {
@@ -185,20 +197,12 @@ TEST_CASE("mpirun inside a job of Slurm") {
   Values both = slurm;
   both["OMPI_COMM_WORLD_RANK"] = "5";
   both["OMPI_COMM_WORLD_SIZE"] = "6";
-  CHECK(found(both)->rank == 5);
+  both["MASTER_ADDR"] = "h";
+  both["MASTER_PORT"] = "1";
+  CHECK(read(both).rank == 5);
 }
 
-TEST_CASE("the environment and the plan follow the launcher") {
-  const auto environment = read(slurm);
-  CHECK(environment.rank == 2);
-  CHECK(environment.size == 3);
-  CHECK(environment.local_rank == 0);
-  CHECK(environment.local_size == 1);
-  CHECK(environment.launched);
-  CHECK(environment.rendezvous == "tcp://n09:" + std::to_string(found(slurm)->master_port));
-  CHECK(environment.rendezvous_origin.text == "SLURM_STEP_NODELIST=n[09-10], MASTER_PORT from srun");
-  CHECK(lockstep::detail::expand_node_list("n[2147483646-2147483647]").size() == 2);
-
+TEST_CASE("what the user sets wins over the launcher") {
   // srun -m arbitrary puts rank 0 on the first host of a file, which is not the first of the list.
   Values arbitrary = changed(slurm, "SLURM_DISTRIBUTION", "arbitrary");
   refused(arbitrary, "set MASTER_ADDR to the host of rank 0");
@@ -216,20 +220,27 @@ TEST_CASE("the environment and the plan follow the launcher") {
   nested.insert({{"RANK", "1"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}});
   CHECK(read(nested).rank == 1);
   CHECK(read(changed(slurm, "WORLD_SIZE", "1")).size == 1);
-  CHECK(read(changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).size == 1);
+  CHECK(read(one_task).size == 1);
+}
 
+TEST_CASE("launch follows the launcher that has started it") {
   CHECK(plan({}, slurm).worker);
-  refused({"--nproc", "2"}, slurm,
-          "--nproc 2 contradicts srun, which has started 1 of 3 ranks on this host "
-          "(SLURM_PROCID, SLURM_STEP_NUM_TASKS): leave --nproc out");
-  CHECK(plan({"--nproc", "2"}, changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).nproc == 2);
+  CHECK(plan({}, slurm, {.nproc = 2}).worker);
+  const Values two = changed(changed(slurm, "SLURM_NODEID", "0"), "SLURM_PROCID", "1");
+  refused({"--nproc", "3"}, two,
+          "--nproc 3 contradicts srun, which has started 2 of 3 ranks on this host (SLURM_PROCID, "
+          "SLURM_STEP_NUM_TASKS): leave --nproc out, or start one process on each host");
+  CHECK(plan({"--nproc", "2"}, two).worker);
+  CHECK(plan({}, two, {.gpus = "0,1,2"}).worker);
+  CHECK(plan({"--nproc", "2"}, one_task).nproc == 2);
 
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
   CHECK_THROWS_AS(plan({}, script), lockstep::UsageError);
   CHECK(plan({"--nproc", "2"}, script).nproc == 2);
+  CHECK(plan({"--nproc", "2"}, script).environment.rendezvous.empty());
   const auto alone = plan({"--nproc", "1"}, script);
   CHECK(alone.worker);
-  CHECK(lockstep::read_environment(alone.variables).size == 1);
+  CHECK(alone.environment.size == 1);
   // mpirun inside the batch script has started the processes that --nproc names.
   Values inside = script;
   inside.insert({{"OMPI_COMM_WORLD_RANK", "1"},
@@ -240,12 +251,12 @@ TEST_CASE("the environment and the plan follow the launcher") {
   // One process alone, which is no rank of the job either.
   Values one = script;
   one.insert({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}});
-  CHECK(!found(one));
+  CHECK(plan({}, one).environment.size == 1);
   CHECK(plan({"--nproc", "1"}, one).worker);
   CHECK(plan({"--nproc", "2"}, one).nproc == 2);
   one = script;
   one.insert({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
-  CHECK(!found(one));
+  CHECK(read(one).size == 1);
 
   // A launcher of PMI that assigns no local ranks.
   const Values global{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
@@ -253,7 +264,66 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(plan({}, global, {.nproc = 2}).worker);
   refused({"--nproc", "2"}, global,
           "--nproc 2 contradicts mpiexec, which has started this process (PMI_RANK, PMI_SIZE): leave --nproc "
-          "out");
+          "out, or start one process on each host");
+}
+
+TEST_CASE("one process of another launcher on each host starts the ranks of its host") {
+  const Values step = changed(changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "1(x3)"), "SLURM_NODEID", "2");
+  const auto third = plan({"--nproc", "4"}, step);
+  const auto& env = third.environment;
+  CHECK_FALSE(third.worker);
+  CHECK(third.nproc == 4);
+  CHECK(env.rank == 8);
+  CHECK(env.size == 12);
+  CHECK(env.rendezvous == read(step).rendezvous);
+  CHECK(env.store_secret == read(step).store_secret);
+  CHECK_FALSE(env.store_secret.empty());
+  const auto jobs = jobs_of(third, env.rendezvous, env.store_secret);
+  REQUIRE(jobs.size() == 4);
+  // A rank reads torchrun's variables, beside which those of srun do not count.
+  Values rank = step;
+  for (const auto& assignment : jobs[3].environment)
+    if (const auto equals = assignment.find('='); equals != std::string::npos)
+      rank[assignment.substr(0, equals)] = assignment.substr(equals + 1);
+  CHECK(plan({"--nproc", "4"}, rank).worker);
+  const auto last = read(rank);
+  CHECK(last.rank == 11);
+  CHECK(last.size == 12);
+  CHECK(last.local_rank == 3);
+  CHECK(last.local_size == 4);
+  CHECK(last.consecutive);
+  CHECK(last.store_is_hosted);
+  CHECK(last.rendezvous == env.rendezvous);
+  CHECK(last.store_secret == env.store_secret);
+  CHECK(last.launcher == "srun with --nproc");
+  CHECK(last.rank_variables.empty());  // they are not the user's
+  CHECK(last.rendezvous_origin.text.empty());
+
+  CHECK(plan({}, step, {.gpus = "0,1"}).environment.size == 6);
+  // A default, which the launcher's number of processes replaces.
+  CHECK(plan({}, step, {.nproc = 4}).worker);
+  CHECK(plan({"--nproc", "1"}, step).worker);
+  CHECK(plan({"--nproc", "4"}, changed(step, "WORLD_SIZE", "12")).environment.size == 12);
+  refused({"--nproc", "4"}, changed(step, "WORLD_SIZE", "8"), "WORLD_SIZE=8 contradicts srun");
+  Values mpi{{"OMPI_COMM_WORLD_RANK", "1"},
+             {"OMPI_COMM_WORLD_SIZE", "2"},
+             {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+             {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}};
+  refused({"--nproc", "3"}, mpi, "names no address");
+  mpi.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
+  CHECK(plan({"--nproc", "3"}, mpi).environment.rank == 3);
+}
+
+TEST_CASE("ranks of different programs are named") {
+  const auto warning = [](const std::vector<std::string>& programs) {
+    std::vector<lockstep::detail::RankIdentity> ranks(programs.size());
+    for (std::size_t i = 0; i < programs.size(); ++i) ranks[i].program = programs[i];
+    return different_programs(ranks);
+  };
+  CHECK(warning({"", ""}).empty());
+  CHECK(warning({"mnist 77", "mnist 77", "mnist 1f"}) ==
+        "warning: the ranks run different programs: mnist 77 on ranks 0 and 1, mnist 1f on rank 2; build and "
+        "copy one to every host");
 }
 
 TEST_CASE("only the ranks of torchrun and of --nproc are known to be consecutive on a host") {
@@ -280,17 +350,13 @@ TEST_CASE("the ranks of one run of a launcher have one secret, those of another 
   CHECK(secret(changed(one, "PMIX_NAMESPACE", std::string(400, 'n'))).size() <= 256);
 }
 
-TEST_CASE("no launcher") {
-  CHECK(!found({}));
-}
-
 TEST_CASE("PMIx") {
   // srun --mpi=pmix
   Values step = slurm;
   step.insert({{"PMIX_RANK", "2"}, {"PMIX_NAMESPACE", "slurm.pmix.12.0"}});
-  CHECK(found(step)->launcher == "srun");
-  CHECK(found(step)->rank == 2);
-  CHECK(found(step)->master_addr == "n09");
+  CHECK(read(step).launcher == "srun");
+  CHECK(read(step).rank == 2);
+  CHECK(read(step).rendezvous.starts_with("tcp://n09:"));
   // The mpirun of Open MPI 5, and prun for a program of Open MPI.
   Values mpi{{"PMIX_RANK", "1"},
              {"PMIX_NAMESPACE", "prterun-n1-7@1"},
@@ -298,9 +364,9 @@ TEST_CASE("PMIx") {
              {"OMPI_COMM_WORLD_SIZE", "2"},
              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
              {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
-  CHECK(found(mpi)->launcher == "mpirun of Open MPI");
-  CHECK(found(mpi)->rank == 1);
-  CHECK(found(mpi)->master_port == found(changed(mpi, "PMIX_RANK", "0"))->master_port);
+  CHECK(read(mpi).launcher == "mpirun of Open MPI");
+  CHECK(read(mpi).rank == 1);
+  CHECK(read(mpi).rendezvous == read(changed(mpi, "PMIX_RANK", "0")).rendezvous);
   // No variable of PMIx holds the number of ranks.
   const Values alone{{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "x"}};
   refused(
@@ -382,34 +448,21 @@ TEST_CASE("variables of a launcher that contradict each other are refused, by na
           {changed(slurm, "SLURM_PROCID", "3"),
            "SLURM_PROCID=3 is out of range: with SLURM_STEP_NUM_TASKS=3"},
           {changed(slurm, "SLURM_PROCID", "two"), "SLURM_PROCID=two is not a whole number"},
-          {changed(slurm, "SLURM_NODEID", "2"), "SLURM_NODEID=2"},
-          {changed(slurm, "SLURM_STEP_NODELIST", "n09"),
-           "SLURM_STEP_NODELIST=n09 (hosts: 1) contradicts SLURM_STEP_TASKS_PER_NODE="},
-          {changed(slurm, "SLURM_STEP_NODELIST", "n[09-"),
-           "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the host of rank 0"},
-          {changed(slurm, "SLURM_STEP_NODELIST", ""), "(SLURM_STEP_NODELIST is not set): set MASTER_ADDR"},
-          {changed(slurm, "LOCAL_RANK", "1"),
-           "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun: unset LOCAL_RANK"},
+          {changed(slurm, "SLURM_STEP_NODELIST", ""),
+           "srun has started ranks on several hosts and names no address"},
           {changed(slurm, "WORLD_SIZE", "4"), "WORLD_SIZE=4 contradicts srun, which has started 3 processes"},
           {changed(slurm, "SLURM_LOCALID", "1"),
-           "SLURM_LOCALID=1 is out of range: with 1 rank on this host (SLURM_STEP_TASKS_PER_NODE) it must be "
-           "in 0 to 0"},
-          {changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "2,x"),
-           "SLURM_STEP_TASKS_PER_NODE=2,x cannot be parsed at 'x'"},
-          {changed(slurm, "SLURM_STEP_NUM_TASKS", "4"),
-           "SLURM_STEP_TASKS_PER_NODE=2,1 (3 tasks in all) contradicts SLURM_STEP_NUM_TASKS=4: pass srun's "
-           "whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand"},
+           "SLURM_LOCALID=1 is out of range: with SLURM_STEP_TASKS_PER_NODE=2,1 it must be in 0 to 0: pass "
+           "the launcher's whole environment on"},
           {changed(mpi, "OMPI_COMM_WORLD_RANK", "4"), "OMPI_COMM_WORLD_RANK=4 is out of range"},
           {changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "4"),
-           "OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"},
+           "OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with OMPI_COMM_WORLD_LOCAL_SIZE=4"},
           {changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5"),
-           "OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts OMPI_COMM_WORLD_SIZE=4"},
+           "OMPI_COMM_WORLD_LOCAL_SIZE=5 is out of range: with OMPI_COMM_WORLD_SIZE=4"},
           {changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
            "on every rank (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"},
           {changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2"),
-           "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
-           "smaller than its number here: pass the launcher's whole environment on, or unset "
-           "OMPI_COMM_WORLD_LOCAL_RANK"},
+           "OMPI_COMM_WORLD_LOCAL_RANK=2 is out of range: with OMPI_COMM_WORLD_RANK=1"},
           {changed(mpi, "OMPI_COMM_WORLD_SIZE", ""),
            "OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WORLD_SIZE is not"},
           {pmi, "MPI_LOCALRANKID=2 is out of range"}})
@@ -421,7 +474,7 @@ TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
   unparsable["MASTER_ADDR"] = "n09";
   const auto environment = read(unparsable);
   CHECK(environment.rendezvous == read(slurm).rendezvous);
-  CHECK(environment.rendezvous_origin.text == "MASTER_ADDR=n09, MASTER_PORT from srun");
+  CHECK(environment.rendezvous_origin.text == "MASTER_ADDR=n09, a port derived from the job");
 }
 
 TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {

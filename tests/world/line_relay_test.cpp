@@ -15,7 +15,7 @@ namespace {
 // A relay of ranks 0 to 2 and what comes out of it.
 struct Fixture {
   explicit Fixture(Prefix prefix = Prefix::automatic, bool terminal = false)
-      : relay({0, 1, 2}, prefix, terminal, terminal, [this](int sink, std::string_view bytes) {
+      : relay(0, 3, prefix, terminal, terminal, [this](int sink, std::string_view bytes) {
           (sink == 1 ? out : error) += bytes;
           all += bytes;
         }) {}

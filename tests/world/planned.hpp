@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lockstep/world/detail/gpus.hpp"
-#include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/place.hpp"
 #include "support/refuses.hpp"
 
 /// What launch and a rank make of a command line and of the environment.
@@ -35,13 +35,13 @@ inline lockstep::Environment read(Values values) {
   return lockstep::read_environment(variables(std::move(values)));
 }
 
-inline lockstep::detail::LaunchPlan plan(std::vector<std::string> arguments, Values values,
-                                         const lockstep::LaunchOptions& options = {}) {
+inline lockstep::detail::Place plan(std::vector<std::string> arguments, Values values,
+                                    const lockstep::LaunchOptions& options = {}) {
   arguments.insert(arguments.begin(), "program");
   std::vector<const char*> argv;
   for (const auto& argument : arguments) argv.push_back(argument.c_str());
-  return lockstep::detail::plan_launch(static_cast<int>(argv.size()), argv.data(), options,
-                                       variables(std::move(values)));
+  return lockstep::detail::resolve(static_cast<int>(argv.size()), argv.data(), options,
+                                   variables(std::move(values)));
 }
 
 /// The device that a rank takes of the `visible` ones.

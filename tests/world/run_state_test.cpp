@@ -372,7 +372,7 @@ class Simulation {
     if (rank.view.left_before("g", {.operation = "all_reduce", .sequence = rank.call})) end(rank, 1);
   }
 
-  // The rank waits in `call`: it looks after the others now and then, as CallWatch does.
+  // The rank waits in `call`: it looks after the others now and then, as Group::CallWatch does.
   void watch(Rank& rank, std::uint64_t call, Duration after) {
     at(after, [this, &rank, call] {
       if (!acts(rank) || !rank.waits || rank.call != call) return;
@@ -387,7 +387,7 @@ class Simulation {
       });
     });
   }
-  // The transport of a rank has failed: it looks for the reason, as Membership::cause_of does.
+  // The transport of a rank has failed: it looks for the reason, as Group::cause_of does.
   void break_off(Rank& rank) {
     if (!acts(rank) || !rank.waits) return;
     at(100ms, [this, &rank] {
@@ -471,6 +471,33 @@ TEST_CASE("in virtual time: nobody alive is blamed, the first cause wins, and ev
 }
 TEST_CASE("the same with very many seeds", "[.release]") {
   simulate(10'000);
+}
+
+TEST_CASE("a rank that gives up its connection has not come to make a communicator") {
+  RunState state(1500ms);
+  const auto serve = [&](std::uint64_t rank, StoreOperation operation, auto fill) {
+    FrameWriter out;
+    fill(out);
+    const std::string bytes(out.payload());
+    FrameReader in(bytes);
+    CHECK(state.serve(rank + 1, 1, operation, in, {}));
+    auto sent = state.take_outgoing();
+    return sent.empty() ? std::string() : sent.back().frame.substr(13);
+  };
+  for (const int rank : {0, 1})
+    serve(static_cast<std::uint64_t>(rank), StoreOperation::join, [&](FrameWriter& out) {
+      out.value(rank).value(2).value(RankIdentity{.process = fmt::format("a pid {}", rank)}).value(true);
+    });
+  const auto meets = [](int rank, bool waits) {
+    return [=](FrameWriter& out) {
+      out.text("group").value(rank).value(std::vector<int>()).value(waits).value(true);
+    };
+  };
+  CHECK(serve(0, StoreOperation::meet, meets(0, true)).empty());
+  serve(0, StoreOperation::leave, [](FrameWriter&) {});
+  const auto met = decoded<Meeting>(serve(1, StoreOperation::meet, meets(1, true)));
+  CHECK(met.missing == 1);
+  CHECK(met.ended == 0);
 }
 
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {

@@ -8,6 +8,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -126,6 +127,38 @@ TEST_CASE("srun starts one rank per task, and rank 0 says what it found") {
   CHECK(count(result.error, "\n") == 1);
   CHECK(slurm(*on, {"srun", "-N", "2", "-n", "3", program, "well"}, {{"LOCKSTEP_LOG_LEVEL", "warning"}})
             .error.empty());
+}
+
+TEST_CASE("srun starts launch once on each of two hosts, which starts the ranks there") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const Strings once{"srun", "-N", "2", "--ntasks-per-node=1", program};
+  const auto with = [&](Strings arguments) {
+    arguments.insert(arguments.begin(), once.begin(), once.end());
+    return slurm(*on, arguments);
+  };
+  const auto result = with({"well", "--nproc", "2"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(result.left == 0);
+  for (int rank = 0; rank < 4; ++rank)
+    CHECK(count(result.out, fmt::format("[rank {0}] rank {0} of 4, local {1} of 2\n", rank, rank % 2)) == 1);
+  CHECK(result.error.starts_with(
+      "lockstep: 4 ranks on 2 hosts (n1: 2, n2: 2), started by srun with --nproc, rendezvous at tcp://n1:6"));
+  CHECK(count(result.error, "\n") == 1);
+
+  const auto failed = with({"throws", "--nproc", "2"});
+  INFO(failed.out << failed.error);
+  CHECK(failed.code == 1);
+  CHECK(failed.left == 0);
+  CHECK(count(failed.error, "error: rank 1 (pid ") >= 1);  // also where the other host notices it
+  CHECK(count(failed.error, "failed: std::out_of_range: no such digit\n") >= 1);
+
+  const auto differ = slurm(*on, {"srun", "-N", "2", "--ntasks-per-node=1", "sh", "-c",
+                                  "exec '" + program + "' well --nproc $((1 + SLURM_NODEID))"});
+  INFO(differ.error);
+  CHECK(differ.code == 1);
+  CHECK(count(differ.error, "the ranks disagree on their number: rank ") >= 1);
 }
 
 TEST_CASE("a task of srun gets the threads of its cores, unless OMP_NUM_THREADS is set") {
@@ -267,17 +300,19 @@ TEST_CASE("a batch script starts ranks by srun, and is no rank itself") {
 TEST_CASE("bad input under srun ends every task with exit code 2") {
   const Cluster* on = cluster();
   if (on == nullptr) return;
-  for (const auto& [words, text] : std::vector<std::pair<Strings, std::string>>{
-           {{"env", "WORLD_SIZE=4", program, "well"},
+  for (const auto& [words, tasks, text] : std::vector<std::tuple<Strings, int, std::string>>{
+           {{"-N", "2", "-n", "2", "env", "WORLD_SIZE=4", program, "well"},
+            2,
             "error: WORLD_SIZE=4 contradicts srun, which has started 2 processes"},
-           {{program, "well", "--nproc", "2"},
-            "--nproc 2 contradicts srun, which has started 1 of 2 ranks on this host"}}) {
-    Strings command{"srun", "-N", "2", "-n", "2"};
+           {{"-N", "1", "-n", "3", program, "well", "--nproc", "2"},
+            3,
+            "--nproc 2 contradicts srun, which has started 3 of 3 ranks on this host"}}) {
+    Strings command{"srun"};
     command.insert(command.end(), words.begin(), words.end());
     const auto result = slurm(*on, command);
     INFO(result.out << result.error);
     CHECK(result.code == 2);
-    CHECK(count(result.error, text) == 2);
+    CHECK(count(result.error, text) == tasks);
   }
 }
 

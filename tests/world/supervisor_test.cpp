@@ -640,31 +640,26 @@ TEST_CASE("a reader that goes away ends the run as it would end one program") {
   CHECK(processes_left(marker) == 0);
 }
 
-TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
+TEST_CASE("the first failure is that of a killed rank, then a cause, then the earlier, once it has settled") {
   using lockstep::FailureKind;
-  using lockstep::detail::FirstFailure;
-  using lockstep::detail::Suspect;
-  const auto suspect = [](std::size_t child, FailureKind kind, std::int64_t when, bool killed = false) {
-    Suspect result;
-    result.child = child;
-    result.failure.kind = kind;
-    result.failure.time = when;
-    result.killed = killed;
-    return result;
+  std::vector<lockstep::Failure> failures;
+  const auto first_rank = [&](std::chrono::nanoseconds waited) {
+    const auto* first = lockstep::detail::first_failure(failures, waited);
+    return first == nullptr ? -1 : first->rank;
   };
-  const auto now = FirstFailure::Clock::now();
-  FirstFailure verdict(2000ms);
-  CHECK_FALSE(verdict.first(true, now).has_value());
-  verdict.add(suspect(0, FailureKind::consequence, 1), now);
-  CHECK_FALSE(verdict.first(false, now + 1900ms).has_value());
-  CHECK(verdict.first(false, now + 2000ms)->child == 0);
-  CHECK(verdict.first(true, now)->child == 0);
-  verdict.add(suspect(1, FailureKind::error, 9), now);
-  verdict.add(suspect(2, FailureKind::error, 8), now);
-  CHECK_FALSE(verdict.first(false, now + 40ms).has_value());
-  CHECK(verdict.first(false, now + 50ms)->child == 2);
-  verdict.add(suspect(3, FailureKind::error, 10, true), now);
-  CHECK(verdict.first(false, now)->child == 3);
+  CHECK(first_rank(std::chrono::nanoseconds::max()) == -1);
+  failures.push_back({.kind = FailureKind::consequence, .rank = 0, .time = 1});
+  CHECK(first_rank(1900ms) == -1);
+  CHECK(first_rank(2000ms) == 0);
+  failures.push_back({.rank = 1, .time = 9});
+  failures.push_back({.rank = 2, .time = 8});
+  CHECK(first_rank(40ms) == -1);
+  CHECK(first_rank(50ms) == 2);
+  failures.push_back(lockstep::detail::failure_by_status(3, 811, SIGTERM, 7));
+  CHECK(first_rank(0ms) == -1);
+  CHECK(first_rank(50ms) == 3);
+  failures.push_back(lockstep::detail::failure_by_status(4, 812, SIGKILL, 10));
+  CHECK(first_rank(0ms) == 4);
 }
 
 TEST_CASE("a rank that had ended well is the cause if it is blamed, or alone was waited for") {
@@ -774,12 +769,12 @@ TEST_CASE("a launching process leaves SIGALRM to a program that handles it") {
   const auto own = +[](int) {};
   const auto before = signal(SIGALRM, own);
   {
-    const lockstep::detail::SignalScope signals;
+    const lockstep::detail::LauncherScope scope;
     CHECK(handler() == own);
   }
   signal(SIGALRM, SIG_DFL);
   {
-    const lockstep::detail::SignalScope signals;
+    const lockstep::detail::LauncherScope scope;
     CHECK(handler() != own);
     CHECK(handler() != SIG_DFL);
   }

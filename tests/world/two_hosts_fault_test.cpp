@@ -137,18 +137,17 @@ TEST_CASE("variables that contradict each other end both hosts with exit code 2 
     Variables variables;
     std::string text;
   };
-  for (const auto& [variables, text] :
-       std::vector<Case>{{{{"RANK", "2"}}, "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
-                         {{{"RANK", ""},
-                           {"WORLD_SIZE", ""},
-                           {"MASTER_ADDR", ""},
-                           {"SLURM_JOB_ID", "7"},
-                           {"SLURM_STEP_ID", "0"},
-                           {"SLURM_PROCID", "0"},
-                           {"SLURM_STEP_NUM_TASKS", "2"},
-                           {"SLURM_STEP_NODELIST", "n[09-"}},
-                          "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the "
-                          "host of rank 0"}}) {
+  for (const auto& [variables, text] : std::vector<Case>{
+           {{{"RANK", "2"}}, "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
+           {{{"RANK", ""},
+             {"WORLD_SIZE", ""},
+             {"MASTER_ADDR", ""},
+             {"SLURM_JOB_ID", "7"},
+             {"SLURM_STEP_ID", "0"},
+             {"SLURM_PROCID", "0"},
+             {"SLURM_STEP_NUM_TASKS", "2"},
+             {"SLURM_STEP_NODELIST", "n[09-"}},
+            "SLURM_STEP_NODELIST=n[09- cannot be parsed: set MASTER_ADDR to the host of rank 0"}}) {
     CAPTURE(text);
     Hosts on;
     if (!on.there()) return;

@@ -14,16 +14,26 @@
 #include <c10/util/Logging.h>
 
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
-#include "support/store_news.hpp"
 
 using namespace std::chrono_literals;
 using lockstep::World;
 using lockstep_test::meet;
-using lockstep_test::wait_for_failure;
 
 namespace {
+
+// Waits as one that looks now and then whether another rank has failed, and throws if so.
+void wait_for_failure(const World& world) {
+  const auto connection = lockstep::detail::state_of(world).connection();
+  const auto end = std::chrono::steady_clock::now() + 60s;
+  while (std::chrono::steady_clock::now() < end) {
+    if (const auto failure = lockstep::detail::RunClient(*connection, 10s).summary().failure)
+      throw lockstep::PeerError(lockstep::detail::consequence_of(*failure, world.rank(), {}));
+    std::this_thread::sleep_for(20ms);
+  }
+}
 
 int rank_of(const std::string& mode, World world, const std::string& file) {
   const auto ready = [&] {
@@ -148,7 +158,7 @@ int main(int argc, char** argv) {
       meet(world);
       fmt::print("local {} of {}\n", world.local_rank(), world.local_size());
       std::fflush(stdout);
-      world.leave();
+      lockstep::detail::state_of(world).end(0, true);
       return 0;
     } catch (const lockstep::Error& error) {
       fmt::print(stderr, "error: {}\n", error.what());
@@ -180,7 +190,11 @@ int main(int argc, char** argv) {
     at::set_num_threads(2);
     const auto world = World::from_environment({.threads = 3});
     fmt::print("threads {}\n", at::get_num_threads());
-    world.leave();  // rank 0 hosts the store, and may be the first to come here
+    // Rank 0 hosts the store, and ends last.
+    if (world.rank() == 0)
+      world.store()->wait({"program/end"}, 30s);
+    else
+      world.store()->set("program/end", std::string("here"));
     return 0;
   }
   const char* const* arguments = argv;

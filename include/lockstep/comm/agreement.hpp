@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
@@ -21,15 +22,15 @@ using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
 
-/// The base of errors that every rank throws together, so that no rank needs to publish them.
+/// The base of errors that `ranks` ranks throw together, so that none of them needs to publish it.
 struct ThrownByAll {
-  /// Number of ranks that throw the error: the size of one group. Default: all ranks of the world.
-  int ranks = std::numeric_limits<int>::max();
+  int ranks;
 };
 template <class E>
 struct CollectiveError : E, ThrownByAll {
-  explicit CollectiveError(const std::string& text) : E(text) {}
-  CollectiveError(const std::string& text, int ranks) : E(text), ThrownByAll{ranks} {}
+  /// `ranks` is the size of a group, all ranks of the world by default.
+  explicit CollectiveError(const std::string& text, int ranks = std::numeric_limits<int>::max())
+      : E(text), ThrownByAll{ranks} {}
 };
 
 std::string first_line(const std::exception& error);
@@ -49,20 +50,28 @@ std::string outcome_of(Local&& local) noexcept try {
   return '-' + first_line(std::current_exception());
 }
 
-std::string failure_text(const std::string& outcome);
-
 /// Returns one text for all failed outcomes, equal on every rank: the text alone if every rank failed with
 /// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
-std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
+std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of = {});
 
 std::string serialize(const NamedValues& values);  // each name and value, terminated by a zero byte
-
-/// Returns the FNV-1a hash and the length of `bytes` in hexadecimal.
-std::string digest(std::string_view bytes);
 
 /// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
 /// and 3 on rank 1". `serialized` holds each rank's values. An empty string if all are equal.
 std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of = {});
+
+/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
+/// broadcasts the bytes of one rank at a time.
+template <Communicator C>
+std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    const std::string& mine = rank == comm.rank() ? own : std::string();
+    std::string bytes = rank == 0 ? mine : comm.broadcast_bytes(mine, rank);
+    if (comm.rank() == 0) all.push_back(std::move(bytes));
+  }
+  return all;
+}
 
 }  // namespace detail
 
@@ -84,7 +93,8 @@ template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
-  if (outcome.at(0) == '-') throw detail::CollectiveError<E>(detail::failure_text(outcome), comm.size());
+  if (const std::string text = detail::failures_text({outcome}); !text.empty())
+    throw detail::CollectiveError<E>(text, comm.size());
   outcome.erase(0, 1);
   return outcome;
 }
@@ -97,32 +107,13 @@ void require_equal(C& comm, const NamedValues& values, std::string_view claim, s
   if (comm.size() == 1) return;
   const detail::CallScope scope("require_equal");
   const std::string own = detail::serialize(values);
-  const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(own));
+  const std::vector<std::string> digests = comm.all_gather_bytes(std::to_string(detail::fnv1a(own)));
   if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; }))
     return;
-  throw detail::CollectiveError<E>(
-      std::string(claim) + ": " +
-          detail::first_difference(comm.all_gather_bytes(own), detail::RankNames(comm)) + "; " +
-          std::string(remedy),
-      comm.size());
+  const auto difference = detail::first_difference(comm.all_gather_bytes(own), detail::RankNames(comm));
+  throw detail::CollectiveError<E>(std::string(claim) + ": " + difference + "; " + std::string(remedy),
+                                   comm.size());
 }
-
-namespace detail {
-
-/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
-/// broadcasts the bytes of one rank at a time.
-template <Communicator C>
-std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
-  std::vector<std::string> all;
-  if (comm.rank() == 0) all.push_back(own);
-  for (int rank = 1; rank < comm.size(); ++rank) {
-    std::string bytes = comm.broadcast_bytes(rank == comm.rank() ? own : std::string(), rank);
-    if (comm.rank() == 0) all.push_back(std::move(bytes));
-  }
-  return all;
-}
-
-}  // namespace detail
 
 /// Returns whether `here` is true on any rank. Collective and blocking.
 template <Communicator C>

@@ -97,8 +97,8 @@ concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks
 };
 
 /// A communicator that names its collectives in asynchronous errors. `label(text)` names all later ones, such
-/// as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call; null removes the label. It is equal on all ranks:
-/// calls with other labels are other calls.
+/// as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call; null removes the label. It is equal
+/// on all ranks: calls with other labels are other calls.
 template <class C>
 concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
   comm.label(text);
@@ -107,18 +107,16 @@ concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const st
 namespace detail {
 /// Maps ranks of a group to the ranks that errors name: ranks of the world if the communicator has
 /// `world_rank(rank)`, ranks of the group otherwise.
-class RankNames {
- public:
+struct RankNames {
   RankNames() = default;
   template <class C>
   explicit RankNames(const C& group) {
     if constexpr (requires { group.world_rank(0); })
-      for (int rank = 0; rank < group.size(); ++rank) names_.push_back(group.world_rank(rank));
+      for (int rank = 0; rank < group.size(); ++rank) names.push_back(group.world_rank(rank));
   }
-  int operator()(std::size_t rank) const { return names_.empty() ? static_cast<int>(rank) : names_.at(rank); }
+  int operator()(std::size_t rank) const { return names.empty() ? static_cast<int>(rank) : names.at(rank); }
 
- private:
-  std::vector<int> names_;
+  std::vector<int> names;
 };
 }  // namespace detail
 

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
@@ -11,8 +13,8 @@
 namespace lockstep {
 
 /// Collectives of CPU tensors over LibTorch's own Gloo: a ProcessGroupComm that creates its ProcessGroupGloo,
-/// and one for each sub-group. A rank that receives more data than it expects ends inside Gloo, without an exception of
-/// its own, by the error of the calls that differ.
+/// and one for each sub-group. A rank that receives more data than it expects ends inside Gloo, without an
+/// exception of its own, by the error of the calls that differ.
 /// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm : public ProcessGroupComm {
  public:
@@ -20,13 +22,16 @@ class GlooComm : public ProcessGroupComm {
   explicit GlooComm(const World& world, GlooOptions options = {});
 
   /// See ProcessGroupComm::new_group.
-  [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks);
+  [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks) {
+    if (auto group = split_group(ranks)) return GlooComm(std::move(group));
+    return std::nullopt;
+  }
 
   // Not a DeviceCommunicator: its tensors are on the host.
   [[nodiscard]] at::Device tensor_device() const = delete;
 
  private:
-  explicit GlooComm(std::shared_ptr<detail::BackendGroup> group);
+  explicit GlooComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
 };
 
 static_assert(PointToPoint<GlooComm> && Splittable<GlooComm>);

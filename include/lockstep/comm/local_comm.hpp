@@ -1,21 +1,20 @@
 #pragma once
 
-#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <exception>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/tensor_checks.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
 /// The Work of LocalComm. Always complete.
-class [[nodiscard]] LocalWork {
- public:
+struct [[nodiscard]] LocalWork {
   LocalWork() = default;
   LocalWork(LocalWork&&) = default;
   LocalWork& operator=(LocalWork&&) = default;
@@ -77,9 +76,9 @@ class LocalComm {
 
   [[nodiscard]] std::optional<LocalComm> new_group(const std::vector<int>& ranks) {
     forbid_in_rank_zero_scope("new_group");
-    if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))
-      throw CommunicationError("new_group of LocalComm: the only rank is 0: give {0} or an empty list");
     if (ranks.empty()) return std::nullopt;
+    if (ranks != std::vector<int>{0})
+      throw CommunicationError("new_group of LocalComm: the only rank is 0: give {0} or an empty list");
     return *this;
   }
 

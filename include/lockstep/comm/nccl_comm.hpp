@@ -45,7 +45,6 @@ or leave this header out"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/gpus.hpp"
-#include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
@@ -76,14 +75,6 @@ inline void check_nccl_header() {
       size));
 }
 
-/// Warns once for this process of an environment in which LibTorch may end it.
-LOCKSTEP_PROCESS_WIDE inline void warn_of_nccl_environment(const World& world) {
-  static std::atomic<bool> told{false};
-  if (told.exchange(true)) return;
-  if (const std::string warning = nccl_environment_warning(); !warning.empty())
-    world.log.warning("{}", warning);
-}
-
 /// The work on the current stream of a device up to now, as a Work of c10d.
 class StreamWork : public c10d::Work {
  public:
@@ -96,29 +87,10 @@ class StreamWork : public c10d::Work {
   c10::Event event_;
 };
 
-/// Creates a ProcessGroupNCCL of the chosen engine and connects it on `device`. Blocks until all ranks have joined.
-inline c10::intrusive_ptr<c10d::Backend> connect_nccl(const StorePtr& store, int rank, int size,
-                                                      const at::Device& device, const NcclOptions& options) {
-  const c10::cuda::CUDAGuard guard(device);
-  auto nccl = c10d::ProcessGroupNCCL::Options::create(options.is_high_priority_stream);
-  // LibTorch's own timeout error says less than ours, so it must expire later.
-  nccl->timeout = options.timeout + std::chrono::seconds(10);
-#ifdef LOCKSTEP_DETAIL_HAS_NCCL2
-  if (options.engine == NcclEngine::nccl2) {
-    auto group = c10::make_intrusive<c10d::nccl2::ProcessGroupNCCL>(store, rank, size, std::move(nccl));
-    group->setBoundDeviceId(device);  // connects
-    return group;
-  }
-#endif
-  auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, std::move(nccl));
-  // Not bound to the device: it then refuses tensors on the other GPUs of this rank.
-  group->eagerConnectSingleDevice(device);
-  return group;
-}
-
 /// Returns the options of a group whose backends are ProcessGroupNCCLs. Throws UsageError if this rank has no
 /// GPU, or its LibTorch lacks the engine.
-inline ProcessGroupOptions nccl_backend(const World& world, const NcclOptions& nccl) {
+LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions nccl_backend(const World& world, NcclOptions nccl) {
+  nccl.timeout = checked_timeout("NcclOptions", nccl.timeout);
   check_nccl_header();
 #ifndef LOCKSTEP_DETAIL_HAS_NCCL2
   if (nccl.engine == NcclEngine::nccl2)
@@ -127,27 +99,45 @@ inline ProcessGroupOptions nccl_backend(const World& world, const NcclOptions& n
         "NcclEngine::nccl");
 #endif
   const int gpu = gpu_of_rank(world.environment(), static_cast<int>(c10::cuda::device_count()), nccl.device);
-  warn_of_nccl_environment(world);
+  static std::atomic<bool> told{false};  // that LibTorch may end this process
+  if (const auto warning = nccl_environment_warning(); !warning.empty() && !told.exchange(true))
+    world.log.warning("{}", warning);
   ProcessGroupOptions options;
   options.timeout = nccl.timeout;
   options.device = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(gpu));
-  options.make_backend = [device = options.device, nccl](const StorePtr& store, int rank, int size) {
-    return connect_nccl(store, rank, size, device, nccl);
+  options.make_backend = [device = options.device, nccl](const StorePtr& store, int rank,
+                                                         int size) -> c10::intrusive_ptr<c10d::Backend> {
+    const c10::cuda::CUDAGuard guard(device);
+    auto own = c10d::ProcessGroupNCCL::Options::create(nccl.is_high_priority_stream);
+    // LibTorch's own timeout error says less than ours, so it must expire later.
+    own->timeout = nccl.timeout + std::chrono::seconds(10);
+#ifdef LOCKSTEP_DETAIL_HAS_NCCL2
+    if (nccl.engine == NcclEngine::nccl2) {
+      auto backend = c10::make_intrusive<c10d::nccl2::ProcessGroupNCCL>(store, rank, size, std::move(own));
+      backend->setBoundDeviceId(device);  // connects
+      return backend;
+    }
+#endif
+    auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, std::move(own));
+    // Not bound to the device: it then refuses tensors on the other GPUs of this rank.
+    backend->eagerConnectSingleDevice(device);
+    return backend;
   };
   return options;
 }
 
 }  // namespace detail
 
-/// Collectives of CUDA tensors over LibTorch's own NCCL backend: a ProcessGroupComm that creates its ProcessGroupNCCL,
-/// and one for each sub-group. Not part of lockstep.hpp, so that CPU-only programs need no CUDA headers.
+/// Collectives of CUDA tensors over LibTorch's own NCCL backend: a ProcessGroupComm that creates its
+/// ProcessGroupNCCL, and one for each sub-group. Not part of lockstep.hpp, so that CPU-only programs need no
+/// CUDA headers.
 ///
 /// Tensors may be on any GPU of this rank: ProcessGroupNCCL opens one NCCL communicator for each device, so
 /// that a model on several GPUs needs one NcclComm. The tensors of one list are on one device. With
 /// NcclEngine::nccl2 a tensor on another GPU than `tensor_device()` throws CommunicationError.
 ///
-/// When another rank has failed, or the timeout has passed, a thread calls c10d::Backend::abort(), so that a host
-/// that waits for the GPU continues; results of an aborted operation are undefined.
+/// When another rank has failed, or the timeout has passed, a thread calls c10d::Backend::abort(), so that a
+/// host that waits for the GPU continues; results of an aborted operation are undefined.
 /// Counterpart: torch.distributed.ProcessGroupNCCL.
 class NcclComm : public ProcessGroupComm {
  public:
@@ -158,14 +148,8 @@ class NcclComm : public ProcessGroupComm {
   /// the current device of the calling thread. Collective. Blocks. Throws UsageError if this rank has no GPU
   /// or this program was compiled with another NCCL's header than LibTorch.
   explicit NcclComm(const World& world, NcclOptions options = {})
-      : NcclComm([&] {
-          const detail::CallScope scope("the constructor of NcclComm");
-          options = detail::checked(options);
-          return std::make_shared<detail::BackendGroup>(
-              world, detail::all_ranks(world.size()),
-              detail::Membership::next_name(world, "comm", options.timeout),
-              detail::nccl_backend(world, options));
-        }()) {}
+      : NcclComm(detail::world_group("the constructor of NcclComm", world,
+                                     detail::nccl_backend(world, options))) {}
 
   /// See ProcessGroupComm::new_group.
   [[nodiscard]] std::optional<NcclComm> new_group(const std::vector<int>& ranks) {

@@ -33,7 +33,8 @@ struct GlooOptions {
 /// LibTorch's implementations of NCCL collectives.
 enum class NcclEngine {
   nccl,  ///< c10d::ProcessGroupNCCL
-  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per rank.
+  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU
+  /// per rank.
   nccl2,
 };
 
@@ -70,10 +71,6 @@ inline GlooOptions checked(GlooOptions options) {
   if (options.threads < 1)
     throw UsageError(detail::formatted(
         "GlooOptions: with {} threads no collective could run: give at least 1", options.threads));
-  return options;
-}
-inline NcclOptions checked(NcclOptions options) {
-  options.timeout = checked_timeout("NcclOptions", options.timeout);
   return options;
 }
 

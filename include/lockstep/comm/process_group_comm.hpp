@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -26,21 +27,20 @@ namespace detail {
 
 class BackendGroup;
 struct TensorBundle;
-struct TensorCheck;
 
-/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another device
-/// wait() is the wait of c10d's Work, which orders the current stream after the operation. Not thread-safe.
+/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
+/// device wait() is the wait of c10d's Work, which orders the current stream after the operation. Not
+/// thread-safe.
 class [[nodiscard]] ProcessGroupWork {
  public:
-  ProcessGroupWork();
-  ProcessGroupWork(std::shared_ptr<BackendGroup> group, Call call);
-
-  ProcessGroupWork(ProcessGroupWork&&) noexcept;
-  ProcessGroupWork& operator=(ProcessGroupWork&& other) noexcept;
-  ~ProcessGroupWork();
+  ProcessGroupWork() = default;
+  ProcessGroupWork(std::shared_ptr<BackendGroup> group, Call call)
+      : group_(std::move(group)), call_(std::move(call)) {}
+  ProcessGroupWork(ProcessGroupWork&&) noexcept = default;
+  ProcessGroupWork& operator=(ProcessGroupWork&&) noexcept = default;
 
   void wait();
-  void synchronize();
+  void synchronize() { synchronize(std::chrono::milliseconds::max()); }
   void synchronize(std::chrono::milliseconds timeout);
 
   [[nodiscard]] std::exception_ptr error() const noexcept;
@@ -48,25 +48,20 @@ class [[nodiscard]] ProcessGroupWork {
   void add(c10::intrusive_ptr<c10d::Work> part);
   /// Adds a function that the first wait() or synchronize() runs once the Work is complete, after those that
   /// were added before it. It never runs if neither is called.
-  void at_end(std::function<void()> work);
+  void at_end(std::function<void()> work) { at_end_.push_back(std::move(work)); }
   /// Calls `function` on the backend's thread when the work that was added has completed or failed. A no-op
   /// unless exactly one was added, and for a backend whose works have no future.
   void at_completion(std::function<void()> function);
 
  private:
-  [[nodiscard]] std::chrono::milliseconds timeout() const;
-
-  void wait_until(std::chrono::steady_clock::time_point until);
-  void order_stream();
-  void finish();
-
-  // Gloo drops a message whose work is destroyed, so the group keeps it.
-  void keep_messages() noexcept;
+  void finish() {
+    for (const auto& work : std::exchange(at_end_, {})) work();
+  }
 
   std::shared_ptr<BackendGroup> group_;
   Call call_;
   c10::SmallVector<c10::intrusive_ptr<c10d::Work>, 1> parts_;
-  std::function<void()> at_end_;
+  c10::SmallVector<std::function<void()>, 1> at_end_;
   std::exception_ptr error_;
 };
 
@@ -81,19 +76,21 @@ static_assert(AsyncWork<ProcessGroupWork>);
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
 /// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
 /// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
-/// kernels in flight would never end. It does not use the backend afterwards.
+/// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where they
+/// have one. It does not use the backend afterwards.
 ///
-/// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. If the calls of
-/// the ranks differ, in their shapes or dtypes for instance, each throws MismatchError within 2 s or 64 collectives,
-/// whichever is later; until then the backend may return wrong values. Empty tensors and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
+/// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. If
+/// the calls of the ranks differ, in their shapes or dtypes for instance, each throws MismatchError within
+/// 2 s or 64 collectives, whichever is later; until then the backend may return wrong values. Empty tensors
+/// and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
 ///
-/// A backend that lacks an operation throws from it, and the call throws CommunicationError that names the backend
-/// and the operation. ProcessGroupNCCL ignores the tags of messages, so a tag other than 0 throws. Bytes travel
-/// through the backend, on a device in pieces of its memory. ReduceOp::avg on a CPU is the backend's
-/// sum, divided by the number of ranks; on other devices the backend computes the average.
+/// A backend that lacks an operation throws from it, and the call throws CommunicationError that names the
+/// backend and the operation. ProcessGroupNCCL ignores the tags of messages, so a tag other than 0 throws.
+/// Bytes travel through the backend, on a device in pieces of its memory. ReduceOp::avg on a CPU is the
+/// backend's sum, divided by the number of ranks; on other devices the backend computes the average.
 ///
-/// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that
-/// the backend does not support, and PeerError after another rank has failed. The first failure of the group is
+/// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that the
+/// backend does not support, and PeerError after another rank has failed. The first failure of the group is
 /// sticky; a `synchronize(d)` that times out before the group's timeout is not such a failure.
 ///
 /// Thread safety: one thread at a time may launch collectives, since their order must match the other ranks'.
@@ -109,7 +106,7 @@ class ProcessGroupComm {
   ProcessGroupComm(const World& world, c10::intrusive_ptr<c10d::Backend> backend,
                    ProcessGroupOptions options = {});
 
-  ProcessGroupComm(ProcessGroupComm&&) noexcept;
+  ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
   ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept;
   ~ProcessGroupComm();
 
@@ -139,25 +136,29 @@ class ProcessGroupComm {
   /// Reduces every rank's input [size, ...] and writes row r to the output [...] of rank r.
   Work reduce_scatter(at::TensorList outputs, at::TensorList inputs, ReduceOp op = ReduceOp::sum);
 
-  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any dtype.
+  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any
+  /// dtype.
   Work all_to_all(at::TensorList outputs, at::TensorList inputs);
 
   /// Sends the tensors to rank `peer`, which must call recv with the same tag, shapes and dtypes. Once the
   /// Work is complete the tensors may be modified. A message whose Work is destroyed is still sent; its
   /// tensors are kept until shutdown. Throws CommunicationError for this rank itself or a negative tag.
-  Work send(at::TensorList tensors, int peer, int tag = 0);
+  Work send(at::TensorList tensors, int peer, int tag = 0) { return message(true, tensors, peer, tag); }
   /// Receives into the tensors, which hold the message once the Work has been waited for.
-  Work recv(at::TensorList tensors, int peer, int tag = 0);
+  Work recv(at::TensorList tensors, int peer, int tag = 0) { return message(false, tensors, peer, tag); }
 
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes);
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0);
   /// Blocks until every rank has called it.
-  void barrier();
+  void barrier() { barrier_async().synchronize(); }
   Work barrier_async();
 
   /// See Splittable. Throws CommunicationError for a list that does not ascend or names a rank outside the
   /// group, and unless can_split().
-  [[nodiscard]] std::optional<ProcessGroupComm> new_group(const std::vector<int>& ranks);
+  [[nodiscard]] std::optional<ProcessGroupComm> new_group(const std::vector<int>& ranks) {
+    if (auto group = split_group(ranks)) return ProcessGroupComm(std::move(group));
+    return std::nullopt;
+  }
 
   void check_error();
 
@@ -168,7 +169,7 @@ class ProcessGroupComm {
   void shutdown();
 
  protected:
-  explicit ProcessGroupComm(std::shared_ptr<detail::BackendGroup> group);
+  explicit ProcessGroupComm(std::shared_ptr<detail::BackendGroup> group) : group_(std::move(group)) {}
 
   /// Returns the group of a sub-communicator, null on ranks outside the list.
   [[nodiscard]] std::shared_ptr<detail::BackendGroup> split_group(const std::vector<int>& ranks);
@@ -177,19 +178,18 @@ class ProcessGroupComm {
   [[nodiscard]] detail::BackendGroup& group() const;
 
  private:
-  [[nodiscard]] const detail::TensorCheck& check() const;
-
   Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors);
   Work message(bool sends, at::TensorList tensors, int peer, int tag);
 
-  // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to
-  // its tensors.
-  void add(Work& work, c10::intrusive_ptr<c10d::Work> part, detail::TensorBundle bundle, bool wanted = true,
-           int divisor = 1);
+  // Starts an operation by `start(backend, bundle.buffer)` as a part of the Work. If its result is `wanted`,
+  // divides it if `op` is an average that the backend cannot compute, and copies it from the buffer to the
+  // bundle's tensors.
+  template <class Start>
+  void launch(Work& work, const char* name, detail::TensorBundle bundle, const Start& start,
+              std::optional<ReduceOp> op = {}, bool wanted = true);
   // Adds a part to the Work, and a function that completes its results.
   template <class Finish>
   void add_with(Work& work, c10::intrusive_ptr<c10d::Work> part, Finish finish);
-  [[nodiscard]] int divisor(ReduceOp op) const;
 
   std::shared_ptr<detail::BackendGroup> group_;
   int exceptions_ = std::uncaught_exceptions();

@@ -19,9 +19,6 @@ namespace lockstep {
 enum class DeviceKind { cpu, gpu };
 namespace detail {
 
-/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto".
-std::optional<DeviceKind> device_variable(const Variables& variables);
-
 /// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
 /// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
 /// choice is a GPU and this rank has none.
@@ -46,14 +43,14 @@ DeviceKind agreed_device(const World& world, std::optional<int> visible, std::op
 ///   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
 ///   lockstep::Trainer<Net, lockstep::DistributedSampler, Comm, Precision> trainer{
 ///       world, options, std::move(comm)};
-///   ...
 /// });
 /// ```
 ///
-/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the environment
-/// variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before this call: the rank's GPU
-/// becomes the current device when its communicator is constructed. Collective. Throws UsageError if a GPU is wanted
-/// and this rank has none, MismatchError if the ranks choose differently.
+/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the
+/// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before
+/// this call: the rank's GPU becomes the current device when its communicator is constructed. Collective.
+/// Throws UsageError if a GPU is wanted and this rank has none, MismatchError if the ranks choose
+/// differently.
 template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,
                            std::optional<DeviceKind> wanted = std::nullopt) {

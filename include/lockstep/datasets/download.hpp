@@ -22,7 +22,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/temporary_file.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/process.hpp"
 
 namespace lockstep {
 

@@ -14,7 +14,8 @@
 
 namespace lockstep::detail {
 
-/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any version.
+/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any
+/// version.
 class ClonableStore : public c10d::Store {
  public:
   virtual c10::intrusive_ptr<c10d::Store> clone() = 0;
@@ -49,7 +50,8 @@ auto all_to_all_single(Backend& backend, Tensor& to, Tensor& from) {
     return backend.alltoall_base(to, from, even, even);
 }
 
-/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had c10d::Backend::split.
+/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had
+/// c10d::Backend::split.
 template <class Backend>
 bool splits(const Backend& backend) {
   if constexpr (requires { backend.supportsSplitting(); })
@@ -74,10 +76,22 @@ c10::intrusive_ptr<Backend> split(Backend& backend, const Store& store, const st
   }
 }
 
-/// Ends the backend's operations in flight, if c10d::Backend has `abort`. May block.
+/// A backend of lockstep's with `abort`, which c10d::Backend declares since 2.7.
+class AbortableBackend {
+ public:
+  virtual void abort() = 0;
+
+ protected:
+  ~AbortableBackend() = default;
+};
+
+/// Ends the backend's operations in flight, if it has `abort`. May block.
 template <class Backend>
 void abort_operations(Backend& backend) {
-  if constexpr (requires { backend.abort(); }) backend.abort();
+  if constexpr (requires { backend.abort(); })
+    backend.abort();
+  else if (auto* own = dynamic_cast<AbortableBackend*>(&backend))
+    own->abort();
 }
 /// Returns whether an operation of the backend has failed, or was aborted. False before c10d::Backend had
 /// `getError`; throws c10::Error if the backend does not implement it.
@@ -104,8 +118,8 @@ bool is_capturing(const Guard& guard, const Stream& stream) {
     return false;
 }
 
-/// The dtypes float8_e8m0fnu and float4_e2m1fn_x2 (two values in a byte), which LibTorch has since 2.7 and 2.8;
-/// Undefined before.
+/// The dtypes float8_e8m0fnu and float4_e2m1fn_x2 (two values in a byte), which LibTorch has since 2.7 and
+/// 2.8; Undefined before.
 inline constexpr at::ScalarType float8_e8m0fnu = []<class Type>(Type none) {
   if constexpr (requires { Type::Float8_e8m0fnu; }) return Type::Float8_e8m0fnu;
   return none;

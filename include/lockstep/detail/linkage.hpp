@@ -3,7 +3,7 @@
 /// Marks a variable, or a function with static variables, of which a process has exactly one. Gives it
 /// default visibility: otherwise each shared object built with -fvisibility=hidden, such as a Python
 /// extension, would have its own. Two communicators constructed in two such objects would then get the same
-/// name in the store, and the process would run two failure monitors.
+/// name in the store, and the process would run two control planes.
 ///
 /// An executable and the shared objects that it links have one instance in common. Objects that it loads by dlopen use
 /// the same instance only if the executable exports its symbols (-rdynamic, CMake's ENABLE_EXPORTS). Among themselves,

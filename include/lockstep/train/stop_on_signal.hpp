@@ -3,8 +3,7 @@
 #include <signal.h>
 
 #include "lockstep/train/extras.hpp"
-#include "lockstep/world/detail/handled_signals.hpp"
-#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/detail/report_pipe.hpp"
 
 namespace lockstep {
 namespace detail {
@@ -61,8 +60,10 @@ class StopOnSignal {
         before_.emplace_back(number, before);
       if (fault.empty() && detail::report_descriptor() >= 0 && !detail::is_passed_on(number))
         fault = detail::formatted(
-            "`launch` does not pass signal {} on to the ranks: use {}, or a launcher that passes it on",
-            number, detail::passed_on_names);
+            "`launch` does not pass signal {} on to the ranks: use SIGTERM, SIGINT, SIGHUP, SIGQUIT, "
+            "SIGUSR1, SIGUSR2, "
+            "SIGALRM or SIGXCPU, or a launcher that passes it on",
+            number);
       if (fault.empty()) continue;
       restore();
       throw UsageError("StopOptions::signals: " + fault);

@@ -34,10 +34,10 @@ std::string launch_help(const LaunchOptions& options = {});
 
 /// Runs `fn(World)` or `fn(World, argc, argv)` on every rank of the run. Call it as main's last statement.
 ///
-/// Under torchrun (LOCAL_RANK is set) this process is one rank. Otherwise it starts `--nproc N` processes of
-/// this program with the same arguments, relays their output lines and signals, and ends all of them when one
-/// fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError; 75 after
-/// Stopped (see StopOnSignal); 1 after another exception; 128 + signal for a killed rank.
+/// Under torchrun, srun, mpirun and mpiexec this process is one rank. Otherwise it starts `--nproc N`
+/// processes of this program with the same arguments, relays their output lines and signals, and ends all of
+/// them when one fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError;
+/// 75 after Stopped (see StopOnSignal); 1 after another exception; 128 + signal for a killed rank.
 /// Counterpart: torchrun, torch.multiprocessing.spawn.
 ///
 /// `fn(World, int argc, char** argv)` gets the command line without lockstep's own flags (see LaunchOptions)
@@ -50,6 +50,11 @@ std::string launch_help(const LaunchOptions& options = {});
 /// Several hosts, started by hand: RANK is this host's first rank, so that this command starts ranks 3 to 6:
 ///
 ///   WORLD_SIZE=7 RANK=3 MASTER_ADDR=a MASTER_PORT=29500 prog --nproc 4
+///
+/// srun, mpirun or mpiexec may start that command once on each host instead, with the same N everywhere. It
+/// then determines RANK and WORLD_SIZE, and srun also the address:
+///
+///   srun -N 2 --ntasks-per-node=1 prog --nproc 4
 ///
 /// Any process that reaches that port can take part in the run, unless LOCKSTEP_STORE_SECRET is set to the
 /// same text on all hosts.

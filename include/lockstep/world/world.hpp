@@ -1,9 +1,7 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -23,15 +21,14 @@ struct WorldOptions;
 }  // namespace lockstep
 
 namespace lockstep::detail {
-struct Rendezvous;
-class Membership;
-class StoreConnection;
+struct WorldState;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// Does what World::from_environment does, with `variables` in place of those of the process. `launched`: announces the
-/// failures of this process to the other ranks, and how it ends.
-LOCKSTEP_PROCESS_WIDE World world_from(const Variables& variables, const WorldOptions& options,
-                                       bool launched);
+/// Does what World::from_environment does, for a rank whose place is known. `launched`: `launch` has called it, and tells the
+/// other ranks how this process ends.
+LOCKSTEP_PROCESS_WIDE World world_from(Environment environment, const WorldOptions& options, bool launched);
+/// Returns what lockstep itself needs of a World. Valid as long as a copy of it lives.
+WorldState& state_of(const World& world);
 
 /// The number of RankZeroScopes that this thread is in.
 LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
@@ -101,12 +98,6 @@ class World {
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
   [[nodiscard]] Environment environment() const;
 
-  /// Returns whether all ranks run on this host. Blocks until all ranks have joined, as `store` does.
-  [[nodiscard]] bool single_host() const;
-  /// Returns the address by which this host reaches the others, empty if there is none or it is unknown.
-  /// Blocks until all ranks have joined, as `store` does.
-  [[nodiscard]] std::string address_to_others() const;
-
   /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
   /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection.
   /// Rank 0 then writes one line about the run to stderr: the ranks, their hosts, the launcher, the rendezvous
@@ -115,22 +106,6 @@ class World {
   /// with one rank, or two ranks of a host with one local rank; PeerError if a rank fails meanwhile.
   /// Counterpart: torch.distributed.Store.
   [[nodiscard]] detail::StorePtr store() const;
-
-  /// Returns another client of the store, each call on which times out after `timeout`. Does not wait for other ranks to
-  /// join. Throws RendezvousError.
-  [[nodiscard]] detail::StorePtr connect_again(
-      std::chrono::milliseconds timeout = std::chrono::seconds(10)) const;
-
-  /// Returns this process's connection to the store, null in a world of one rank.
-  [[nodiscard]] std::shared_ptr<detail::StoreConnection> connection() const;
-
-  /// Returns whether this process hosts the store, so that it should leave last.
-  [[nodiscard]] bool hosts_store() const;
-
-  /// Marks this rank as finished. If `code` is not 0 and this rank has not made a communicator, publishes
-  /// that as its failure, since other ranks may wait for it. If this rank hosts the store and `code` is 0,
-  /// blocks until every rank has finished or one has failed, at most 5 minutes. Called by `launch`.
-  void leave(int code = 0) const;
 
   /// Runs `work` on world rank 0 only. A collective inside `work` throws CommunicationError at once.
   template <class Work>
@@ -146,18 +121,14 @@ class World {
   /// TimeoutError if the wait exceeds `timeout`. A collective inside `work` throws CommunicationError.
   template <class Work>
   auto local_zero_first(Work&& work, std::chrono::milliseconds timeout = std::chrono::minutes(30)) const {
-    RankZeroScope scope;
-    const LocalPlace place = local_place();
-    if (place.size == 1) return std::forward<Work>(work)();
-    const std::string key = enter_local_zero_first(place, timeout);
-    if (place.rank > 0) return std::forward<Work>(work)();
-    Outcome outcome{*this, key};
+    const RankZeroScope scope;
+    LocalTurn turn(*this, timeout);
     if constexpr (std::is_void_v<std::invoke_result_t<Work>>) {
       std::forward<Work>(work)();
-      outcome.good = true;
+      turn.good = true;
     } else {
       auto result = std::forward<Work>(work)();
-      outcome.good = true;
+      turn.good = true;
       return result;
     }
   }
@@ -166,71 +137,23 @@ class World {
   Log log;
 
  private:
-  friend class detail::Membership;
-  friend World detail::world_from(const Variables& variables, const WorldOptions& options, bool launched);
+  friend World detail::world_from(Environment environment, const WorldOptions& options, bool launched);
+  friend detail::WorldState& detail::state_of(const World& world);
 
-  // This rank's place on its host. `first` is the world rank of the host's first rank.
-  struct LocalPlace {
-    int rank = 0, size = 1, first = 0;
-  };
+  // A rank's turn in local_zero_first. The constructor blocks, except on the first rank of the host, until that has
+  // finished. The destructor reports to the local ranks whether the first rank's work was `good`.
+  struct LocalTurn {
+    LocalTurn(const World& world, std::chrono::milliseconds timeout);
+    ~LocalTurn();
+    LocalTurn(const LocalTurn&) = delete;
+    LocalTurn& operator=(const LocalTurn&) = delete;
 
-  struct State;
-
-  // Reports the outcome of `work` to the local ranks, also if it throws.
-  struct Outcome {
     const World& world;
-    const std::string& key;
+    std::string key;  // in the store, on the first rank of several; empty elsewhere
     bool good = false;
-    ~Outcome();
   };
 
-  // Joins a call of local_zero_first: on every rank but the host's first, blocks until the first has
-  // finished. Returns the call's key in the store.
-  std::string enter_local_zero_first(const LocalPlace& place, std::chrono::milliseconds timeout) const;
-
-  const detail::Rendezvous& rendezvous() const;
-
-  // `given` overrides the rendezvous timeout when only a failure is reported.
-  const detail::Rendezvous& rendezvous_within(std::optional<std::chrono::milliseconds> given) const;
-
-  // Returns a function that logs what this rank waits for, after 5 s and then every minute. It logs only on
-  // local rank 0; without LOCAL_RANK that is every rank. It asks for the text only when a line is due.
-  [[nodiscard]] std::function<void(const std::function<std::string()>&)> waiting_notice(
-      std::chrono::milliseconds timeout) const;
-
-  // Blocks until every rank has joined.
-  void await_all() const;
-
-  // Finds the ranks that share this host, unless a launcher has numbered them, and the address by which this
-  // host reaches the others.
-  void place_ranks(const detail::Rendezvous& joined) const;
-
-  [[nodiscard]] LocalPlace local_place() const;
-
-  // Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the
-  // first, or true if this rank cannot know. May block.
-  [[nodiscard]] bool publish_to_waiting(const Failure& failure) const;
-  void announce_failures() const;
-
-  // Publishes a non-zero exit code of a rank without a communicator as its failure: other ranks may wait for
-  // it at the rendezvous. No-op under lockstep's launcher, which sees the exit code.
-  void announce_exit_code(int code) const;
-
-  // Records that this rank has made a communicator. Returns whether it is the first.
-  bool begin_communicating() const;
-
-  // Whether one launcher has started all ranks, and so sees how each of them ends.
-  [[nodiscard]] bool launched_here() const;
-
-  // Returns whether other ranks may wait for this one at a rendezvous that this rank can still join, and no
-  // launcher reports this rank's failure to them.
-  [[nodiscard]] bool others_may_wait() const;
-
-  // `number` is the rank of this host's first, or -1 if it is unknown.
-  void wait_for_first(const std::string& first, int number, const std::string& key,
-                      std::chrono::milliseconds timeout) const;
-
-  std::shared_ptr<State> state_;
+  std::shared_ptr<detail::WorldState> state_;
 };
 
 }  // namespace lockstep

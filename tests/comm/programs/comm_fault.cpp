@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
@@ -152,12 +152,12 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     comm.all_reduce(tensor).synchronize();
   } else if (fault == "farewell") {
     comm.shutdown();
-    using lockstep::detail::Membership;
-    Membership group(world, {0, 1, 2}, "test/farewell", 5min);
+    using lockstep::detail::Group;
+    Group group(world, {0, 1, 2}, "test/farewell", 5min);
     group.join();
     if (mine) raise(SIGKILL);
-    group.depart(Membership::making());
-    group.farewell(Membership::making());
+    group.depart(Group::making());
+    group.farewell(Group::making());
     std::cout << "left" << std::endl;
     return 0;
   } else if (fault == "cut") {
@@ -180,6 +180,8 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "absent") {
     if (mine) throw std::runtime_error("boom");
     sleep(600);  // busy with something else than collectives
+  } else if (fault == "busy") {
+    sleep(600);
   } else if (fault == "recv") {
     if (!mine) comm.recv(tensor, culprit).synchronize();
     usleep(300000);

@@ -6,11 +6,15 @@
 #include <map>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/detail/bytes.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
-#include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/call_history.hpp"
+#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/store_protocol.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 
 namespace lockstep::detail {
 
@@ -29,21 +33,27 @@ LOCKSTEP_INLINE std::string first_line(const std::exception_ptr& error) {
   }
 }
 
-LOCKSTEP_INLINE std::string failure_text(const std::string& outcome) {
-  return outcome.size() > 1 ? printable(outcome.substr(1)) : std::string("an exception without a text");
+LOCKSTEP_INLINE bool every_rank_throws(const World& world, const std::vector<int>& ranks) noexcept try {
+  const std::string name = "throws " + std::to_string(hash_of(joined(ranks, " "), 0));
+  const bool all = static_cast<int>(ranks.size()) == world.size();
+  return RunClient(*state_of(world).connection(), throw_together)
+             .meet(name, world.rank(), all ? std::vector<int>() : ranks, true, false)
+             .missing == 0;
+} catch (...) {  // a rank does not throw; or the store is gone, and the abort reports the failure
+  return false;
 }
 
 LOCKSTEP_INLINE std::string failures_text(const std::vector<std::string>& outcomes,
                                           const RankNames& name_of) {
   bool equal = true;
-  std::string text;
+  std::string text, all;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     equal = equal && outcomes[rank] == outcomes[0];
-    if (outcomes[rank].at(0) == '-')
-      text += detail::formatted("{}rank {}: {}", text.empty() ? "" : "; ", name_of(rank),
-                                failure_text(outcomes[rank]));
+    if (outcomes[rank].at(0) != '-') continue;
+    text = outcomes[rank].size() > 1 ? printable(outcomes[rank].substr(1)) : "an exception without a text";
+    all += formatted("{}rank {}: {}", all.empty() ? "" : "; ", name_of(rank), text);
   }
-  return !text.empty() && equal ? failure_text(outcomes[0]) : text;
+  return equal ? text : all;
 }
 
 LOCKSTEP_INLINE std::string serialize(const NamedValues& values) {
@@ -53,10 +63,6 @@ LOCKSTEP_INLINE std::string serialize(const NamedValues& values) {
   return bytes;
 }
 
-LOCKSTEP_INLINE std::string digest(std::string_view bytes) {
-  return detail::formatted("{:016x}{:x}", fnv1a(bytes), bytes.size());
-}
-
 LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& serialized,
                                              const RankNames& name_of) {
   const auto next = [](std::string_view& rest) {
@@ -64,21 +70,19 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
     rest.remove_prefix(field.size() + 1);
     return field;
   };
-  std::vector<std::map<std::string_view, std::string_view>> values(serialized.size());  // of each rank
-  std::vector<std::string_view> names;  // of all ranks, those of rank 0 first
+  std::map<std::string_view, std::vector<std::string_view>> values;  // by name and rank
+  std::vector<std::string_view> names;                               // those of rank 0 first
   for (std::size_t rank = 0; rank < serialized.size(); ++rank)
     for (std::string_view rest = serialized[rank]; !rest.empty();) {
       const std::string_view name = next(rest), value = next(rest);
-      values[rank].emplace(name, value.empty() ? "empty" : value);
-      const bool known = std::any_of(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(rank),
-                                     [&](const auto& other) { return other.contains(name); });
-      if (!known) names.push_back(name);
+      const auto [entry, is_new] = values.try_emplace(name, serialized.size(), "absent");
+      entry->second[rank] = value.empty() ? "empty" : value;
+      if (is_new) names.push_back(name);
     }
   for (const std::string_view name : names) {
     std::vector<std::pair<std::string_view, std::vector<int>>> groups;  // ranks by value
-    for (std::size_t rank = 0; rank < values.size(); ++rank) {
-      const auto entry = values[rank].find(name);
-      const std::string_view value = entry == values[rank].end() ? "absent" : entry->second;
+    for (std::size_t rank = 0; rank < serialized.size(); ++rank) {
+      const std::string_view value = values[name][rank];
       auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == value; });
       if (group == groups.end()) group = groups.insert(group, {value, {}});
       group->second.push_back(name_of(rank));
@@ -87,11 +91,11 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
     std::string text(name);
     for (std::size_t i = 0; i < groups.size(); ++i) {
       const auto& [value, ranks] = groups[i];
-      text += detail::formatted("{}{} on rank{} {}",
-                                i == 0                  ? " is "
-                                : i + 1 < groups.size() ? ", "
-                                                        : " and ",
-                                value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8));
+      text += formatted("{}{} on rank{} {}",
+                        i == 0                  ? " is "
+                        : i + 1 < groups.size() ? ", "
+                                                : " and ",
+                        value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8));
     }
     return text;
   }

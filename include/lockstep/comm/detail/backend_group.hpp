@@ -1,10 +1,13 @@
 #pragma once
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
+#include <ctime>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -25,16 +28,18 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/detail/backend_operations.hpp"
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
-#include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/membership.hpp"
-#include "lockstep/comm/detail/sigpipe_guard.hpp"
-#include "lockstep/comm/detail/tensor_checks.hpp"
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -45,31 +50,46 @@ struct WorkInternals : c10d::Work {
   static constexpr auto mutex = &WorkInternals::mutex_;
   static constexpr auto changed = &WorkInternals::cv_;
   static constexpr auto completed = &WorkInternals::completed_;
-  static constexpr auto exception = &WorkInternals::exception_;
 };
 
-/// Returns what an error of a backend means.
-inline ForeignError backend_error(const std::exception_ptr& cause) {
-  try {
-    std::rethrow_exception(cause);
-  } catch (const c10::Error& error) {
-    return classify(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return classify(error.what());
-  } catch (...) {
-    return {ForeignError::other, "of an unknown error"};
-  }
-}
+/// An operation of a backend in flight.
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-/// The state that a ProcessGroupComm and its Works share: the GroupState and the backend.
+/// Blocks SIGPIPE in this thread while it lives, and for good in threads that start meanwhile. Gloo writes to
+/// sockets whose other end may be closed and reads the error code.
+class SigpipeGuard {
+ public:
+  SigpipeGuard() {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+  }
+  ~SigpipeGuard() {
+    if (sigismember(&before_, SIGPIPE) == 1) return;
+    const timespec now{0, 0};
+    if (!was_pending_) sigtimedwait(&pipe_, nullptr, &now);  // consume our own signal, if there is one
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  SigpipeGuard(const SigpipeGuard&) = delete;
+  SigpipeGuard& operator=(const SigpipeGuard&) = delete;
+
+ private:
+  sigset_t pipe_{}, before_{};
+  bool was_pending_ = false;
+};
+
+/// The state that a ProcessGroupComm and its Works share: the Group and the backend.
 ///
 /// On a device a thread of the group watches the operations in flight: the program itself may wait for the
 /// device, which does not return while another rank is missing. The thread waits for the oldest operation as
 /// await() does, and so stores the error of a failed rank or of the timeout, and ends the operations.
 ///
-/// The destructor of a backend may wait for all works in flight, up to its timeout. So the group gives up its backend
-/// only after every rank has left. In every other case the backend leaks: the process is about to end, and its sockets
-/// with it.
+/// The destructor of a backend may wait for all works in flight, up to its timeout. So it runs on a thread
+/// that may be left behind. After a failure, or without shutdown(), a backend that the group has made is
+/// aborted first; one on a device then leaks: the process is about to end.
 class BackendGroup {
  public:
   using Clock = std::chrono::steady_clock;
@@ -78,11 +98,11 @@ class BackendGroup {
   BackendGroup(const World& world, std::vector<int> ranks, std::string name, ProcessGroupOptions options,
                Backend backend = {})
       : options_(std::move(options)),
-        state_(world, std::move(ranks), std::move(name), options_.timeout,
-               on_host() ? nullptr : std::function<void()>([this] { abort_backend(); })),
-        backend_(std::move(backend)) {
+        state_(world, std::move(ranks), std::move(name), options_.timeout, [this] { end_operations(); }),
+        backend_(std::move(backend)),
+        made_(!backend_) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
-    membership().join();
+    state_.join();
     if (!backend_)
       backend_ = connect(
           [world, rank = state_.rank(), size = state_.size(), own = options_, prefix = state_.name()] {
@@ -92,9 +112,8 @@ class BackendGroup {
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     has_futures_ = on_host();
-    check_ = {is_gloo_ ? "Gloo" : detail::formatted("the backend '{}'", backend_name),
-              options_.device.type()};
-    membership().connected();
+    check_ = {is_gloo_ ? "Gloo" : formatted("the backend '{}'", backend_name), options_.device.type()};
+    state_.connected();
     if (!on_host()) watch_ = std::thread([this] { watch_operations(); });
   }
 
@@ -107,25 +126,28 @@ class BackendGroup {
       watch_changed_.notify_all();
       watch_.join();
     }
-    if (aborting_) static_cast<void>(aborting_->ends_within(std::chrono::seconds(1)));
+    if (ending_) static_cast<void>(ending_->ends_within(2 * last_wait));
     if (!backend_) return;
-    // Reachable, so that leak checkers do not report it.
-    struct Left {
-      Backend backend;
-      Messages messages;
-    };
-    static auto* left_behind = new std::vector<Left>();
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
-    left_behind->push_back({std::move(backend_), std::move(kept_)});
+    // Not owned by the thread, which may never begin.
+    auto* left = new std::pair{std::move(backend_), std::move(kept_)};
+    if (on_host()) {
+      at_most(last_wait, [left, aborts = made_] {
+        if (aborts) abort_operations(*left->first);
+        delete left;
+      });
+    } else {  // reachable, so that leak checkers do not report it
+      static auto* left_behind = new std::vector<decltype(left)>();
+      static std::mutex mutex;
+      const std::lock_guard lock(mutex);
+      left_behind->push_back(left);
+    }
   }
   BackendGroup(const BackendGroup&) = delete;
   BackendGroup& operator=(const BackendGroup&) = delete;
 
-  [[nodiscard]] GroupState& state() { return state_; }
+  [[nodiscard]] Group& state() { return state_; }
   [[nodiscard]] const ProcessGroupOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
-  [[nodiscard]] c10d::Backend& backend() { return *backend_; }
   [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
 
   [[nodiscard]] bool on_host() const { return options_.device.is_cpu(); }
@@ -136,23 +158,22 @@ class BackendGroup {
   }
 
   template <class Start>
-  BackendWork launch(const char* name, Start&& start) {
+  BackendWork launch(const char* name, const Start& start) {
     try {
-      return std::forward<Start>(start)(*backend_);
+      return start(*backend_);
     } catch (const Error&) {
       throw;
-    } catch (const std::exception&) {
-      throw CommunicationError(detail::formatted("{}: {} refused it: {}", name, check_.backend,
-                                                 backend_error(std::current_exception()).text),
-                               state_.world().rank());
+    } catch (const std::exception& error) {
+      throw CommunicationError(
+          formatted("{}: {} refused it: {}", name, check_.backend, classify(error.what()).text),
+          state_.world().rank());
     }
   }
 
-  /// Runs `finish` on the backend's thread after `work` succeeded and before it counts as complete, so that a
-  /// Work that is never waited for is finished too. Call it once per work: two callbacks could run
+  /// Runs `function(error)` on the backend's thread when `work` has completed or failed, and before it counts
+  /// as complete, so that a Work that is never waited for is finished too; two functions of one work may run
   /// concurrently. Returns false, and does nothing, on a device and if the backend's works have no futures.
-  template <class Finish>
-  bool finish_in_callback(const BackendWork& work, const Finish& finish) {
+  bool at_completion(const BackendWork& work, std::function<void(bool error)> function) {
     if (!has_futures_) return false;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
@@ -160,9 +181,8 @@ class BackendGroup {
     } catch (const c10::Error&) {
     }
     if (!future) return has_futures_ = false;
-    future->addCallback([finish](c10::ivalue::Future& done) mutable {
-      if (!done.hasError()) finish();
-    });
+    future->addCallback(
+        [function = std::move(function)](c10::ivalue::Future& done) { function(done.hasError()); });
     return true;
   }
 
@@ -174,19 +194,17 @@ class BackendGroup {
     });
   }
 
-  /// Throws the first error: on a device also of an operation that the backend has ended, and whose cause the watching
-  /// thread has not found yet. The program may have read its result.
+  /// Throws the first error: on a device also of an operation that the backend has ended, and whose cause the
+  /// watching thread has not found yet. The program may have read its result.
   void check_error() {
     state_.check_error();
-    std::optional<InFlight> last;
-    std::exception_ptr cause;
-    {
-      const std::lock_guard lock(watch_mutex_);
-      for (const InFlight& one : in_flight_)
-        if (auto failed = failure_of_work(*one.work)) cause = cause ? cause : failed;
-      if (cause) last = in_flight_.back();
-    }
-    if (cause) throw_transport_error(last->call, cause);
+    std::unique_lock lock(watch_mutex_);
+    for (const auto& [call, work] : in_flight_)
+      if (const auto cause = failure_of_work(*work)) {
+        const Call last = in_flight_.back().first;
+        lock.unlock();
+        throw_transport_error(last, cause);
+      }
   }
 
   void order_stream(const Call& call, c10d::Work& work) {
@@ -206,69 +224,42 @@ class BackendGroup {
     if (CaptureScope::active() || is_capturing(guard, guard.getStream(options_.device))) return;
     {
       const std::lock_guard lock(watch_mutex_);
-      in_flight_.push_back({call, std::move(work)});
+      in_flight_.emplace_back(call, std::move(work));
       if (in_flight_.size() > 1) return;  // the thread is awake
     }
     watch_changed_.notify_all();
   }
 
   /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
-  void await(const Call& call, c10d::Work& work, Clock::time_point until) {
-    if (!is_gloo_) return await_polled(call, work, until);
-    Membership::CallWatch watch(membership(), call);
-    std::unique_lock lock(work.*WorkInternals::mutex);
-    const auto complete = [&] { return work.*WorkInternals::completed; };
-    while (!complete()) {
-      const auto now = Clock::now();
-      if (now >= until) {
-        lock.unlock();
-        throw_timeout(call);
-      }
-      if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + look_interval), complete))
-        break;
-      lock.unlock();
+  void await(const Call& call, const BackendWork& work, Clock::time_point until,
+             std::chrono::microseconds pause = first_pause) {
+    if (is_gloo_ && call.peer) return await_message(call, work, until);
+    Group::CallWatch watch(state_, call);
+    while (!completes(call, *work, until, pause)) {
+      if (watches() && (watch_ends_ || state_.failed())) return;
       state_.check_error();
-      check(watch.look());
-      lock.lock();
-    }
-    if (auto cause = work.*WorkInternals::exception) {
-      lock.unlock();
-      throw_transport_error(call, cause);
-    }
-  }
-
-  /// await() for a send or recv. Gloo ends such a wait only by abort, or by a timeout that breaks its connection.
-  void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
-    if (!is_gloo_) return await_polled(call, *work, until);
-    const auto left = [](Clock::time_point end) {
-      const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
-      return std::max(time, std::chrono::milliseconds(1));
-    };
-    Membership::CallWatch watch(membership(), call);
-    for (;;) {
-      bool arrived = false;
-      {
-        std::optional<FailureMonitor::Interruption> interruption;
-        if (membership().monitor())
-          interruption.emplace(*membership().monitor(), work, std::min(watch.next(), until));
-        // After the registration: a failure that arrived before it aborts nothing.
-        check(watch.look());
-        try {
-          arrived = work->wait(left(call.start + timeout()));
-        } catch (...) {
-          if (Clock::now() >= call.start + timeout()) throw_timeout(call);
-          throw_transport_error(call, std::current_exception());
-        }
-      }
-      if (arrived) return;
       if (Clock::now() >= until) throw_timeout(call);
+      check(watch.look());
     }
+    if (!on_host() && !watches()) state_.check_error();  // an aborted operation completes, too
+    if (auto cause = failure_of_work(*work)) throw_transport_error(call, cause);
   }
 
-  /// Keeps a message alive whose Work was destroyed: Gloo would not send it otherwise.
-  void keep(c10::intrusive_ptr<c10d::Work> message) noexcept {
-    std::lock_guard lock(mutex_);
+  /// Starts an operation and blocks until it completes.
+  template <class Start>
+  void run(const Call& call, const Start& start) {
+    await(call, launch(call.name, start), call.start + timeout());
+  }
+
+  /// Keeps a message on the host until forget() or shutdown(): Gloo would not send one whose work is
+  /// destroyed.
+  void keep(BackendWork message) {
+    const std::lock_guard lock(mutex_);
     kept_.push_back(std::move(message));
+  }
+  void forget(const BackendWork& message) {
+    const std::lock_guard lock(mutex_);
+    std::erase(kept_, message);
   }
 
   /// Completes all works in flight and leaves the group. Throws TimeoutError at the timeout.
@@ -276,48 +267,68 @@ class BackendGroup {
     if (state_.closed() || state_.failed()) return;
     const Call call = state_.message("shutdown", {}, 0);
     state_.close();  // what throws below is not called again
-    membership().depart(call);
+    state_.depart(call);
     finish_works(call);
-    membership().farewell(call);
+    state_.farewell(call);
   }
 
  private:
-  using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
   // The pauses between two questions whether a polled work is complete: of the program, which waits for it,
   // and of the thread that watches it.
   static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000}, watch_pause{20000};
+  // How long the destructor waits for a backend that ends.
+  static constexpr std::chrono::milliseconds last_wait{500};
 
-  /// An operation on a device that may not be complete.
-  struct InFlight {
-    Call call;
-    BackendWork work;
-  };
-
-  [[nodiscard]] Membership& membership() { return state_.membership(); }
-
-  // Returns the keys of a process group on a separate connection: the program may block on the shared one.
+  // Returns the keys of a process group, to a client with a timeout of its own.
   static StorePtr own_store(const World& world, const std::string& name,
                             std::chrono::milliseconds store_timeout) {
     if (world.size() == 1) return c10::make_intrusive<c10d::HashStore>();
-    return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(store_timeout));
+    return c10::make_intrusive<c10d::PrefixStore>(name, state_of(world).client(store_timeout));
   }
 
-  // await() for a work that must be asked whether it is complete.
-  void await_polled(const Call& call, c10d::Work& work, Clock::time_point until,
-                    std::chrono::microseconds pause = first_pause) {
-    Membership::CallWatch watch(membership(), call);
-    for (; !is_complete(call, work); pause = std::max(pause, std::min(2 * pause, last_pause))) {
-      if (watches() && (watch_ends_ || state_.failed())) return;
-      state_.check_error();
-      if (Clock::now() >= until) throw_timeout(call);
-      check(watch.look());
-      std::this_thread::sleep_for(pause);
+  // Waits for a work, a while and at most until `until`. Returns whether it has completed. Gloo's works say
+  // so; another must be asked, with growing pauses.
+  bool completes(const Call& call, c10d::Work& work, Clock::time_point until,
+                 std::chrono::microseconds& pause) {
+    if (is_gloo_) {
+      std::unique_lock lock(work.*WorkInternals::mutex);
+      return (work.*WorkInternals::changed)
+          .wait_until(lock, std::min(until, Clock::now() + look_interval),
+                      [&] { return work.*WorkInternals::completed; });
     }
-    if (!on_host() && !watches()) state_.check_error();  // an aborted operation completes, too
-    if (auto cause = failure_of_work(work)) throw_transport_error(call, cause);
+    try {
+      if (work.isCompleted()) return true;
+    } catch (...) {
+      throw_transport_error(call, std::current_exception());
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::max(pause, std::min(2 * pause, last_pause));
+    return false;
   }
-  // Returns why the backend has ended a work. NCCL's watchdog aborts all operations of a communicator for the error of
-  // one: the others complete without an exception.
+  // Gloo ends a wait for a message only by abort, or by a timeout that breaks its connection.
+  void await_message(const Call& call, const BackendWork& work, Clock::time_point until) {
+    const auto end = call.start + timeout();
+    Group::CallWatch watch(state_, call);
+    for (;;) {
+      std::optional<ControlPlane::Interruption> interruption;
+      if (state_.plane())
+        interruption.emplace(
+            *state_.plane(), [work] { work->abort(); }, std::min(watch.next(), until));
+      // After the registration: a failure that arrived before it aborts nothing.
+      check(watch.look());
+      try {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+        if (work->wait(std::max(left, std::chrono::milliseconds(1)))) return;
+      } catch (...) {
+        if (Clock::now() >= end) throw_timeout(call);
+        throw_transport_error(call, std::current_exception());
+      }
+      interruption.reset();
+      if (Clock::now() >= until) throw_timeout(call);
+    }
+  }
+  // Returns why the backend has ended a work. NCCL's watchdog aborts all operations of a communicator for the
+  // error of one: the others complete without an exception.
   std::exception_ptr failure_of_work(c10d::Work& work) {
     if (auto cause = work.exception()) return cause;
     const std::lock_guard lock(mutex_);
@@ -333,10 +344,10 @@ class BackendGroup {
     for (;;) {
       watch_changed_.wait(lock, [&] { return watch_ends_ || !in_flight_.empty(); });
       if (watch_ends_) return;
-      const InFlight oldest = in_flight_.front();
+      const auto [call, oldest] = in_flight_.front();
       lock.unlock();
       if (!state_.failed()) try {
-          await_polled(oldest.call, *oldest.work, oldest.call.start + timeout(), watch_pause);
+          await(call, oldest, call.start + timeout(), watch_pause);
         } catch (const std::exception&) {
         }
       lock.lock();
@@ -344,13 +355,6 @@ class BackendGroup {
     }
   }
   [[nodiscard]] bool watches() const { return std::this_thread::get_id() == watch_.get_id(); }
-  bool is_complete(const Call& call, c10d::Work& work) {
-    try {
-      return work.isCompleted();
-    } catch (...) {
-      throw_transport_error(call, std::current_exception());
-    }
-  }
 
   // Runs `make` on a thread that can be left behind: a backend has no bound on the time to connect, since a
   // peer or the store may never answer.
@@ -358,7 +362,7 @@ class BackendGroup {
     const Call call{"the start of the communicator", 0, {}, 0, Clock::now(), served_call};
     const auto made = std::make_shared<Backend>();
     const LeavableThread connecting([made, make = std::move(make)] { *made = make(); });
-    Membership::CallWatch watch(membership(), call);
+    Group::CallWatch watch(state_, call);
     while (!connecting.ends_within(look_interval)) {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
@@ -373,83 +377,108 @@ class BackendGroup {
     }
   }
 
-  // Ends the operations in flight on a device, on a thread of its own: c10d::Backend::abort may block.
-  void abort_backend() noexcept try {
+  // Ends the operations in flight after a failure. On the host not of a backend that the program may share;
+  // nor at a timeout, which leaves that to the destructor: a rank that has come later may still find who is
+  // late.
+  void end_operations() noexcept try {
     const std::lock_guard lock(mutex_);
-    if (!backend_ || aborting_) return;
-    aborting_.emplace([backend = backend_] { abort_operations(*backend); });
+    if (!backend_ || ending_ || (on_host() && (timed_out_ || !made_))) return;
+    ending_.emplace([backend = backend_] { abort_operations(*backend); });
   } catch (const std::exception&) {  // no thread can be started
   }
 
   // Completes the works in flight, unless another rank has failed, on a thread that can be left behind.
   void finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
-    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_),
+    const Backend left = made_ && on_host() ? backend_ : Backend();
+    const LeavableThread finishing([backend = std::move(backend_), kept = std::exchange(kept_, {}),
                                     timeout = timeout(), on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
-          message->wait(timeout);
-        } catch (const std::exception&) {  // its peer has gone without receiving it
+          if (message.use_count() == 1) message->wait(timeout);  // a message may be waited for only once
+        } catch (const std::exception&) {                        // its peer has gone without receiving it
         }
       kept.clear();
       if (on_device && backend.use_count() == 1) shut_down(*backend);
       backend.reset();
     });
     lock.unlock();
-    while (!finishing.ends_within(look_interval)) {
-      if (membership().monitor() && membership().monitor()->ended(membership().name())) return;
-      if (Clock::now() >= call.start + timeout()) throw_timeout(call);
+    const auto end = call.start + timeout();
+    while (!finishing.ends_within(look_interval) && !state_.ended() && Clock::now() < end) {
     }
+    if (finishing.ends_within({})) return;
+    if (left) at_most(last_wait, [left] { abort_operations(*left); });
+    if (!state_.ended()) throw_timeout(call);
   }
 
   // Stores `error` if it is the first, and throws it. No-op for null.
   void check(const std::exception_ptr& error) {
     if (!error) return;
+    try {
+      std::rethrow_exception(error);
+    } catch (const TimeoutError&) {
+      timed_out_ = true;
+    } catch (...) {
+    }
     state_.record(error, false);
-    if (!watches()) membership().notice();  // the program does not know of it yet
+    if (!watches()) state_.notice();  // the program does not know of it yet
     std::rethrow_exception(error);
   }
 
   // Throws the TimeoutError of this call, which names the late ranks.
   [[noreturn]] void throw_timeout(const Call& call) {
     const bool last = Clock::now() >= call.start + timeout();
-    check(membership().look(call));
-    const std::string text = membership().lateness_of(call);
-    check(membership().look(call));
-    TimeoutError error(text, state_.world().rank());
-    if (last) state_.record(std::make_exception_ptr(error), false);
+    check(state_.obstacle(call));
+    const TimeoutError error = state_.timeout_error(call);
+    check(state_.obstacle(call));
+    if (last) {
+      timed_out_ = true;
+      state_.record(std::make_exception_ptr(error), false);
+    }
     throw error;
   }
 
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
-    const ForeignError foreign = backend_error(cause);
-    check(membership().cause_of(
-        call, detail::formatted("does not answer and has closed its connections ({})", foreign.text)));
-    const CommunicationError error(
-        Failure{.rank = state_.world().rank(),
-                .call = call.failed(),
-                .message = detail::formatted("{} failed: {}", call.text(), foreign.text)});
-    state_.record(std::make_exception_ptr(error), false);
+    const ForeignError foreign = classify(first_line(cause));
+    check(state_.cause_of(call,
+                          formatted("does not answer and has closed its connections ({})", foreign.text)));
+    const CommunicationError error(Failure{.rank = state_.world().rank(),
+                                           .call = call.failed(),
+                                           .message = formatted("{} failed: {}", call.text(), foreign.text)});
+    state_.record(std::make_exception_ptr(error), true);
     throw error;
   }
 
   ProcessGroupOptions options_;
-  GroupState state_;
+  Group state_;
   Backend backend_;
+  const bool made_;  // by options_.make_backend
   TensorCheck check_;
   bool is_gloo_ = false, is_nccl_ = false;
-  std::atomic<bool> has_futures_{false};
+  std::atomic<bool> has_futures_{false}, timed_out_{false};
   std::mutex mutex_;
-  Messages kept_;
-  std::optional<LeavableThread> aborting_;  // it may use the backend after this group has gone
+  std::vector<BackendWork> kept_;
+  std::optional<LeavableThread> ending_;  // it may use the backend after this group has gone
 
   std::mutex watch_mutex_;
   std::condition_variable watch_changed_;
-  std::deque<InFlight> in_flight_;
+  std::deque<std::pair<Call, BackendWork>> in_flight_;  // on a device, and may not be complete
   std::atomic<bool> watch_ends_{false};
   std::thread watch_;
 };
+
+/// Makes the group of all ranks in the constructor `constructor` of a communicator. Collective. Throws
+/// UsageError for invalid options.
+inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const World& world,
+                                                 ProcessGroupOptions options,
+                                                 c10::intrusive_ptr<c10d::Backend> backend = {}) {
+  const CallScope scope(constructor);
+  options.timeout = checked_timeout("ProcessGroupOptions", options.timeout);
+  std::string name = Group::next_name(world, options.timeout);
+  return std::make_shared<BackendGroup>(world, all_ranks(world.size()), std::move(name), std::move(options),
+                                        std::move(backend));
+}
 
 }  // namespace lockstep::detail

@@ -1,6 +1,12 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -10,8 +16,12 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/tensor_checks.hpp"
+#include "lockstep/comm/detail/backend_group.hpp"
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
+#include "lockstep/detail/served_call.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -23,21 +33,13 @@ inline at::Tensor movable(const at::Tensor& contiguous) {
 
 /// Returns the backend's operation for `op`. Without `averages`, an average is a sum that the caller divides:
 /// Gloo has averages only since 2.13, and MPI has none.
-inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type, bool averages) {
-  switch (op) {
-    case ReduceOp::sum:
-      // Backends add bools as bytes, and a bool must not become 2.
-      return type == at::kBool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-    case ReduceOp::avg:
-      return averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    case ReduceOp::min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::product:
-      return c10d::ReduceOp::PRODUCT;
-  }
-  return c10d::ReduceOp::SUM;
+inline c10d::ReduceOp native(ReduceOp op, const at::Tensor& tensor, bool averages) {
+  using Native = c10d::ReduceOp;
+  static constexpr Native::RedOpType ops[] = {Native::SUM, Native::AVG, Native::MIN, Native::MAX,
+                                              Native::PRODUCT};
+  // Backends add bools as bytes, and a bool must not become 2.
+  if (op == ReduceOp::sum && tensor.scalar_type() == at::kBool) return Native::MAX;
+  return op == ReduceOp::avg && !averages ? Native::SUM : ops[static_cast<int>(op)];
 }
 
 inline void divide(at::Tensor tensor, int divisor) {
@@ -74,11 +76,11 @@ struct TensorBundle {
   std::int64_t rows = 1;
   at::Tensor buffer = {};  // the tensor itself if there is only one and it is contiguous
 
-  [[nodiscard]] bool in_place() const { return tensors.size() == 1 && buffer.is_same(tensors[0]); }
+  [[nodiscard]] bool in_place() const { return buffer.is_same(tensors[0]); }
 
   void pack() {
     at::NoGradGuard no_grad;
-    if (use_single_tensor()) return;
+    if (buffer.defined()) return;
     std::vector<at::Tensor> flat;
     flat.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({rows, -1}));
@@ -86,7 +88,7 @@ struct TensorBundle {
   }
 
   void allocate() {
-    if (use_single_tensor()) return;
+    if (buffer.defined()) return;
     std::int64_t length = 0;
     for (const at::Tensor& tensor : tensors) length += tensor.numel();
     buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
@@ -103,13 +105,6 @@ struct TensorBundle {
       target.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
       offset += length;
     }
-  }
-
- private:
-  bool use_single_tensor() {
-    if (tensors.size() != 1 || !tensors[0].is_contiguous()) return false;
-    buffer = tensors[0];
-    return true;
   }
 };
 
@@ -128,62 +123,148 @@ inline c10::SmallVector<TensorBundle, 1> bundles_of(at::TensorList tensors, std:
     }
     home->tensors.push_back(tensor);
   }
+  for (TensorBundle& bundle : bundles)
+    if (bundle.tensors.size() == 1 && bundle.tensors[0].is_contiguous()) bundle.buffer = bundle.tensors[0];
   return bundles;
 }
 
-/// An operation of a backend in flight. The functions below start one on a contiguous tensor.
-using BackendWork = c10::intrusive_ptr<c10d::Work>;
-
-inline BackendWork start_all_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op) {
-  c10d::AllreduceOptions options;
-  options.reduceOp = std::move(op);
-  std::vector<at::Tensor> tensors{tensor};
-  return backend.allreduce(tensors, options);
-}
-
-inline BackendWork start_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op,
-                                int root) {
-  c10d::ReduceOptions options;
-  options.reduceOp = std::move(op);
-  options.rootRank = root;
-  std::vector<at::Tensor> tensors{tensor};
-  return backend.reduce(tensors, options);
-}
+// Each of these starts an operation on contiguous tensors.
 
 inline BackendWork start_broadcast(c10d::Backend& backend, const at::Tensor& tensor, int root) {
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
   std::vector<at::Tensor> tensors{tensor};
-  return backend.broadcast(tensors, options);
+  return backend.broadcast(tensors, {.rootRank = root});
 }
 
+/// Starts an all-gather of `row` into the rows of `rows`: one tensor for a device's backend, which then
+/// copies no row.
 inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
-  std::vector<std::vector<at::Tensor>> outputs{rows.detach().view({backend.getSize(), -1}).unbind(0)};
-  std::vector<at::Tensor> inputs{row.detach().view({-1})};
+  at::Tensor to = rows.detach().view({-1}), from = row.detach().view({-1});
+  if (!row.is_cpu()) return all_gather_single(backend, to, from);
+  std::vector<std::vector<at::Tensor>> outputs{to.view({backend.getSize(), -1}).unbind(0)};
+  std::vector<at::Tensor> inputs{from};
   return backend.allgather(outputs, inputs);
 }
 
-/// Starts an all-gather into one tensor, which a device's backend does without a copy of each row.
-template <class Backend>
-BackendWork start_all_gather_single(Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
-  at::Tensor to = rows.detach().view({-1}), from = row.detach().view({-1});
-  return all_gather_single(backend, to, from);
-}
-
-template <class Backend>
-BackendWork start_reduce_scatter(Backend& backend, const at::Tensor& row, const at::Tensor& input,
-                                 c10d::ReduceOp op) {
-  c10d::ReduceScatterOptions options;
-  options.reduceOp = std::move(op);
-  at::Tensor to = row.detach().view({-1}), from = input.detach().view({-1});
-  return reduce_scatter_single(backend, to, from, options);
-}
-
 /// Starts an all-to-all: sends row r of `input` [size, ...] to rank r; row s of `rows` comes from rank s.
-template <class Backend>
-BackendWork start_all_to_all(Backend& backend, const at::Tensor& rows, const at::Tensor& input) {
+inline BackendWork start_all_to_all(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& input) {
   auto to = rows.detach().view({backend.getSize(), -1}), from = input.detach().view({backend.getSize(), -1});
   return all_to_all_single(backend, to, from);
+}
+
+/// What each rank sends before bytes are exchanged. Bytes of another call would be read as something else,
+/// and may be what a checkpoint or a result is made of.
+struct BytesHeader {
+  std::int64_t length;
+  std::uint64_t sequence, hash;  // of the communicator's collectives so far
+  SentName name;                 // of the public call that the exchange serves
+
+  static BytesHeader of(BackendGroup& group, const Call& call, std::size_t length) {
+    const auto [sequence, hash] = group.state().mark();
+    return {static_cast<std::int64_t>(length), sequence, hash, sent_name(call.served)};
+  }
+  [[nodiscard]] std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
+};
+
+/// Returns a new tensor [length] of the bytes, padded with zeros.
+inline at::Tensor bytes_tensor(std::string_view bytes, std::int64_t length) {
+  auto tensor = at::zeros({length}, at::kByte);
+  std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.data_ptr()));
+  return tensor;
+}
+inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
+  return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
+}
+
+/// Returns the headers in `rows` [ranks, sizeof(BytesHeader)]. Fails the group with a MismatchError if they
+/// are of different calls, or if other collectives have gone before.
+inline std::vector<BytesHeader> one_call(BackendGroup& group, const Call& call, const at::Tensor& rows,
+                                         const std::vector<int>& ranks) {
+  std::vector<BytesHeader> headers(ranks.size());
+  std::memcpy(headers.data(), rows.const_data_ptr(), rows.nbytes());
+  std::vector<std::string> names;
+  for (const BytesHeader& header : headers)  // other bytes need not end in a zero
+    names.emplace_back(header.name.data(), strnlen(header.name.data(), header.name.size()));
+  if (const auto calls = different_calls(names, ranks); !calls.empty())
+    group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
+  for (const BytesHeader& header : headers)
+    if (header.sequence != headers[0].sequence || header.hash != headers[0].hash)
+      group.state().fail(group.state().mismatch(call), true);
+  return headers;
+}
+
+/// Gathers a tensor [n] of each rank, on the host. Returns them [ranks, n], on the host.
+inline at::Tensor gather_rows(BackendGroup& group, const Call& call, const at::Tensor& own) {
+  const at::Tensor row = own.to(group.options().device),
+                   rows = at::empty({group.state().size(), own.numel()}, row.options());
+  group.run(call, [&](c10d::Backend& backend) { return start_all_gather(backend, rows, row); });
+  return rows.cpu();
+}
+/// Broadcasts a tensor that is on the host of each rank, in place.
+inline void broadcast_row(BackendGroup& group, const Call& call, at::Tensor tensor, int root) {
+  const at::Tensor moved = tensor.to(group.options().device);
+  group.run(call, [&](c10d::Backend& backend) { return start_broadcast(backend, moved, root); });
+  if (!group.on_host()) tensor.copy_(moved);
+}
+/// The most bytes of a rank that are sent at once: they take memory of the device.
+inline constexpr std::int64_t most_bytes_at_once = 64 << 20;
+
+/// Broadcasts `length` bytes of `root`.
+inline std::string broadcast_pieces(BackendGroup& group, const Call& call, std::string_view bytes,
+                                    std::int64_t length, int root) {
+  std::string all;
+  for (std::int64_t begin = 0; begin < length; begin += most_bytes_at_once) {
+    const std::int64_t size = std::min(most_bytes_at_once, length - begin);
+    // Owned by the operation, too: it may outlast an error here.
+    const auto piece =
+        group.state().rank() == root
+            ? bytes_tensor(bytes.substr(static_cast<std::size_t>(begin), static_cast<std::size_t>(size)),
+                           size)
+            : at::empty({size}, at::kByte);
+    broadcast_row(group, call, piece, root);
+    all += bytes_in(piece, size);
+  }
+  return all;
+}
+
+/// Returns every rank's bytes, by rank: the ranks send headers first, then the bytes. Blocks.
+inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
+  const int size = group.state().size();
+  if (size == 1) return {own};
+  const auto row = bytes_tensor(BytesHeader::of(group, call, own.size()).bytes(), sizeof(BytesHeader));
+  const auto headers = one_call(group, call, gather_rows(group, call, row), group.state().ranks());
+  std::int64_t total = 0, longest = 0;
+  for (const BytesHeader& header : headers) {
+    total += header.length;
+    longest = std::max(longest, header.length);
+  }
+  std::vector<std::string> all(headers.size());
+  if (longest == 0) return all;
+  // Padding unequal lengths to the longest would multiply the traffic.
+  const bool padded =
+      longest * size <= most_bytes_at_once && longest * size <= std::max<std::int64_t>(2 * total, 1 << 16);
+  const auto rows =
+      padded ? gather_rows(group, call, bytes_tensor(own, longest)).unbind(0) : std::vector<at::Tensor>();
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    all[rank] = padded ? bytes_in(rows[rank], headers[rank].length)
+                       : broadcast_pieces(group, call, own, headers[rank].length, static_cast<int>(rank));
+  return all;
+}
+
+/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
+/// receives nothing.
+inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
+                                   int root) {
+  const int rank = group.state().rank();
+  if (group.state().size() == 1) return bytes;
+  const BytesHeader own = BytesHeader::of(group, call, bytes.size());
+  const at::Tensor row = bytes_tensor(own.bytes(), sizeof own);
+  broadcast_row(group, call, row, root);
+  if (rank == root) return broadcast_pieces(group, call, bytes, own.length, root);
+  const std::vector<int>& ranks = group.state().ranks();
+  const auto headers =
+      one_call(group, call, at::stack({row, bytes_tensor(own.bytes(), sizeof own)}),
+               {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(rank))});
+  return broadcast_pieces(group, call, bytes, headers[0].length, root);
 }
 
 }  // namespace lockstep::detail

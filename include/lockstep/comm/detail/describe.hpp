@@ -3,41 +3,33 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
 /// Returns Python's name of a dtype, such as "float32".
 inline std::string dtype_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kByte:
-      return "uint8";
-    case at::kChar:
-      return "int8";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kBool:
-      return "bool";
-    case at::kComplexFloat:
-      return "complex64";
-    case at::kComplexDouble:
-      return "complex128";
-    default:
-      return c10::toString(type);
-  }
+  constexpr std::pair<at::ScalarType, const char*> names[] = {
+      {at::kFloat, "float32"}, {at::kDouble, "float64"},
+      {at::kHalf, "float16"},  {at::kBFloat16, "bfloat16"},
+      {at::kByte, "uint8"},    {at::kChar, "int8"},
+      {at::kShort, "int16"},   {at::kInt, "int32"},
+      {at::kLong, "int64"},    {at::kComplexDouble, "complex128"},
+      {at::kBool, "bool"},     {at::kComplexFloat, "complex64"}};
+  for (const auto& [known, name] : names)
+    if (known == type) return name;
+  return c10::toString(type);
 }
 
 /// Returns a shape or strides as Python prints them: "[4, 3]".
@@ -50,6 +42,77 @@ inline std::string shape_text(c10::IntArrayRef sizes) {
 /// Returns a tensor's shape and dtype: "[4, 3] float32".
 inline std::string describe(const at::Tensor& tensor) {
   return shape_text(tensor.sizes()) + " " + dtype_name(tensor.scalar_type());
+}
+
+/// Returns whether Gloo, and every NCCL since 2.18, can reduce this dtype. Both can only move other dtypes.
+/// A bool is reduced as a byte 0 or 1.
+inline bool is_reducible(at::ScalarType type) {
+  constexpr std::array reducible{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+                                 at::kByte,  at::kBool,   at::kInt,  at::kLong};
+  return std::find(reducible.begin(), reducible.end(), type) != reducible.end();
+}
+
+/// The tensors that a communicator supports. `backend` is its name in errors, such as "Gloo". Without a
+/// `device`, tensors of any device.
+struct TensorCheck {
+  std::string backend;
+  std::optional<at::DeviceType> device;
+};
+
+inline void check_tensor(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor) {
+  std::string fault;
+  if (!tensor.defined())
+    fault = "undefined";
+  else if (tensor.layout() != at::kStrided)
+    fault = "not dense: call to_dense() first";
+  else if (tensor.is_quantized())
+    fault = "quantized: dequantize() it";
+  else if (check.device && tensor.device().type() != *check.device)
+    fault = formatted("on {}, and {} moves {} tensors: call {}() first", tensor.device().str(), check.backend,
+                      c10::DeviceTypeName(*check.device), c10::DeviceTypeName(*check.device, true));
+  else
+    return;
+  throw CommunicationError(
+      formatted("{}: the tensor {}is {}", collective, tensor.defined() ? describe(tensor) + " " : "", fault));
+}
+
+inline void check_reducible(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor,
+                            ReduceOp op) {
+  check_tensor(check, collective, tensor);
+  const auto type = tensor.scalar_type();
+  if (!is_reducible(type))
+    throw CommunicationError(
+        formatted("{}: {} cannot reduce {}: convert it to float32, float64, float16, "
+                  "bfloat16, int8, uint8, int32, int64 or bool",
+                  collective, check.backend, describe(tensor)));
+  if (op == ReduceOp::avg && !at::isFloatingType(type))
+    throw CommunicationError(
+        formatted("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
+                  collective, describe(tensor), dtype_name(type)));
+}
+
+/// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in
+/// `rows` and `times` as many elements.
+inline void check_pairs(const TensorCheck& check, std::string_view collective, at::TensorList wholes,
+                        at::TensorList rows, int times) {
+  if (wholes.size() != rows.size())
+    throw CommunicationError(formatted("{}: as many outputs as inputs are needed, not {} and {}", collective,
+                                       wholes.size(), rows.size()));
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    check_tensor(check, collective, wholes[i]);
+    check_tensor(check, collective, rows[i]);
+    if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
+      throw CommunicationError(
+          formatted("{}: {} is not {} times {}", collective, describe(wholes[i]), times, describe(rows[i])));
+  }
+}
+
+/// Throws CommunicationError unless each input has one row for each of `ranks` ranks.
+inline void check_rows(std::string_view collective, at::TensorList inputs, int ranks) {
+  for (const at::Tensor& input : inputs)
+    if (input.dim() == 0 || input.size(0) != ranks)
+      throw CommunicationError(formatted("{}: the input {} must have one row for each of {} ranks",
+                                         collective, describe(input), ranks));
 }
 
 }  // namespace lockstep::detail

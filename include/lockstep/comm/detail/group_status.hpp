@@ -105,12 +105,9 @@ struct CallContent {
 /// The last collectives that this process has entered in one group, and the hash of all of them.
 ///
 /// Thread safety: one thread at a time may call `enter`; any thread may call the other functions.
-class GroupStatus {
+class GroupStatus : public ReportedGroup {
  public:
-  GroupStatus(std::string name, std::vector<int> ranks) : name(std::move(name)), ranks(std::move(ranks)) {}
-
-  const std::string name;
-  const std::vector<int> ranks;  // global, by rank in the group
+  using ReportedGroup::ReportedGroup;
 
   /// Enters the next collective. Returns its number, from 1.
   std::uint64_t enter(const char* operation, const ServedCall& served = {}, const CallContent& content = {},
@@ -132,13 +129,11 @@ class GroupStatus {
     const std::lock_guard lock(mutex_);
     return {sequence_, hash_};
   }
-  /// Returns the last collective; of a group without one, a call without a number.
-  [[nodiscard]] FailedCall position() const {
+  [[nodiscard]] FailedCall position() const override {
     const std::lock_guard lock(mutex_);
     return last_.empty() ? FailedCall{} : call(sequence_).call;
   }
-  /// Returns the last collectives, in their order.
-  [[nodiscard]] std::vector<RecordedCall> last_calls() const {
+  [[nodiscard]] std::vector<RecordedCall> last_calls() const override {
     const std::lock_guard lock(mutex_);
     std::vector<RecordedCall> calls;
     const std::uint64_t kept = std::min<std::uint64_t>(sequence_, most_kept);
@@ -146,9 +141,9 @@ class GroupStatus {
       calls.push_back(call(sequence));
     return calls;
   }
-  /// Returns the marks that the store compares, if there are new ones: of the last collective, and of the last multiple of
-  /// each power of 2 from mark_interval on, one of which all ranks report whatever their pace is.
-  std::optional<CallMarks> new_marks() {
+  /// Of the last collective, and of the last multiple of each power of 2 from mark_interval on, one of which all ranks
+  /// report whatever their pace is.
+  std::optional<CallMarks> new_marks() override {
     const std::lock_guard lock(mutex_);
     if (reported_ == sequence_) return std::nullopt;
     reported_ = sequence_;

@@ -8,11 +8,8 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/call_history.hpp"
-#include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 
@@ -40,20 +37,15 @@ void abort_for_others(C& comm, const std::string& where = "") {
   if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
 }
 
-/// Returns whether every rank of the group calls this within two seconds because each of them throws: then no rank
-/// waits for another. The ranks learn this from the store, since a rank that does not throw may be in any collective.
+/// Returns whether every one of `ranks` of the world calls this within two seconds because each of them throws: then no
+/// rank waits for another. The ranks learn this from the store, since a rank that does not throw may be in any collective.
+bool every_rank_throws(const World& world, const std::vector<int>& ranks) noexcept;
 template <class C>
-bool every_rank_throws(C& comm) noexcept try {
+bool every_rank_throws(C& comm) noexcept {
   const RankNames name_of(comm);
   std::vector<int> ranks;
   for (int rank = 0; rank < comm.size(); ++rank) ranks.push_back(name_of(static_cast<std::size_t>(rank)));
-  const std::string name = "throws " + std::to_string(hash_of(joined(ranks, " "), 0));
-  if (comm.size() == comm.world().size()) ranks.clear();
-  return RunClient(*comm.world().connection(), throw_together)
-             .meet(name, comm.world().rank(), ranks, true, false)
-             .missing == 0;
-} catch (...) {  // a rank does not throw; or the store is gone, and the abort reports the failure
-  return false;
+  return every_rank_throws(comm.world(), ranks);
 }
 
 /// Runs `part`. If it throws on this rank but not on every rank, aborts `comm`: the other ranks may wait for

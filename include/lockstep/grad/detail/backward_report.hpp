@@ -88,13 +88,19 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
   return reports;
 }
 
-/// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a GradientError.
+/// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a GradientError. Its cause
+/// is the rank that failed, unless several have.
 inline std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
-                                     const std::string& text) {
+                                     const RankNames& name_of, const std::string& text) {
   const bool thrown = std::any_of(reports.begin(), reports.end(),
                                   [](const BackwardReport& report) { return report.thrown.has_value(); });
-  if (thrown && !mine.thrown) return std::make_exception_ptr(PeerError(text));
-  return std::make_exception_ptr(GradientError(text));
+  std::vector<int> failed;
+  for (std::size_t i = 0; i < reports.size(); ++i)
+    if (thrown ? reports[i].thrown.has_value() : !reports[i].empty()) failed.push_back(name_of(i));
+  Failure failure{.rank = process_rank.load(), .cause = failed.size() == 1 ? failed[0] : -1, .message = text};
+  if (!thrown || mine.thrown) return std::make_exception_ptr(GradientError(std::move(failure)));
+  failure.kind = FailureKind::consequence;
+  return std::make_exception_ptr(PeerError(std::move(failure)));
 }
 
 /// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
@@ -105,7 +111,8 @@ void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const
   const std::vector<BackwardReport> reports = gather_reports(comm, mine);
   if (std::all_of(reports.begin(), reports.end(), [](const auto& report) { return report.empty(); })) return;
   if (failure) std::rethrow_exception(failure);
-  std::rethrow_exception(failure_of(reports, mine, failure_text(reports, parameters, RankNames(comm))));
+  const RankNames name_of(comm);
+  std::rethrow_exception(failure_of(reports, mine, name_of, failure_text(reports, parameters, name_of)));
 }
 
 /// Returns the error of reports of a `backward`, counted from 1, that has returned on the ranks without a
@@ -125,7 +132,7 @@ std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
                         "an optimizer has stepped since, so resume from a checkpoint",
                         backward));
   if (own) text += "; then the next backward threw on this rank: " + first_line(own);
-  return failure_of(reports, mine, text);
+  return failure_of(reports, mine, RankNames(comm), text);
 }
 
 template <Communicator C>

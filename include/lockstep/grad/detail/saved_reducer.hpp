@@ -25,7 +25,7 @@
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/log/log.hpp"
-#include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/store_protocol.hpp"
 
 namespace lockstep::detail {
 

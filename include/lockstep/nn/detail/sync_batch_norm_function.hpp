@@ -102,18 +102,20 @@ struct BatchNormSite : torch::CustomClassHolder {
     const CallScope scope(std::string_view(pass) == "forward" ? "SyncBatchNorm::forward"
                                                               : "SyncBatchNorm::backward");
     const auto named = [&](const Error& error) {
-      return detail::formatted("{}, {}: {}", module, pass, error.what());
+      Failure failure = error.failure();
+      failure.message = detail::formatted("{}, {}: {}", module, pass, error.what());
+      return failure;
     };
     try {
       return std::forward<Collective>(collective)(*exchange);
     } catch (const TimeoutError& error) {
-      throw TimeoutError(named(error), error.rank());
+      throw TimeoutError(named(error));
     } catch (const PeerError& error) {
-      throw PeerError(named(error), error.rank());
+      throw PeerError(named(error));
     } catch (const CommunicationError& error) {
-      throw CommunicationError(named(error), error.rank());
+      throw CommunicationError(named(error));
     } catch (const MismatchError& error) {
-      throw MismatchError(named(error), error.rank());
+      throw MismatchError(named(error));
     }
   }
 

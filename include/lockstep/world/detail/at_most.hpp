@@ -1,11 +1,12 @@
 #pragma once
 
+#include <unistd.h>
+
+#include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <exception>
 #include <functional>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -17,28 +18,20 @@ namespace lockstep::detail {
 /// then is never run nor destroyed: a process that exits may have destroyed its static objects.
 class LeavableThread {
  public:
-  /// Starts `work`, which is called once and then destroyed. Throws std::system_error if no thread can be started.
+  /// Starts `work`, which is called once and then destroyed. Throws std::system_error if the system grants no
+  /// thread.
   template <class Work>
-  explicit LeavableThread(Work work)
-      : shared_(std::make_shared<Shared>()),
-        thread_([shared = shared_, work = std::make_unique<Work>(std::move(work))]() mutable {
-          std::unique_lock lock(shared->mutex);
-          shared->changed.wait(lock, [&] { return !shared->left; });  // once left, never returns
-          shared->begun = true;
-          lock.unlock();
-          std::exception_ptr error;
-          try {
-            (*work)();
-          } catch (...) {
-            error = std::current_exception();
-          }
-          work.reset();
-          lock.lock();
-          shared->error = std::move(error);
-          shared->ended = true;
-          shared->changed.notify_all();
-        }) {}
-
+  explicit LeavableThread(Work work) {
+    std::packaged_task<void()> task([work = std::make_unique<Work>(std::move(work))]() mutable {
+      const auto once = std::move(work);  // is destroyed before the end is seen
+      (*once)();
+    });
+    end_ = task.get_future().share();
+    thread_ = std::thread([begun = begun_, task = std::move(task)]() mutable {
+      while (begun->exchange(true)) pause();  // left: never returns
+      task();
+    });
+  }
   ~LeavableThread() {
     static_cast<void>(cancel());
     ends_within({}) ? thread_.join() : thread_.detach();
@@ -48,32 +41,16 @@ class LeavableThread {
 
   /// Waits for the end of the work, at most `timeout`. Returns whether it has ended.
   [[nodiscard]] bool ends_within(std::chrono::milliseconds timeout) const {
-    std::unique_lock lock(shared_->mutex);
-    return shared_->changed.wait_for(lock, timeout, [&] { return shared_->ended; });
+    return end_.wait_for(timeout) == std::future_status::ready;
   }
-
   /// Keeps work that has not begun from running. Returns whether it had not begun.
-  [[nodiscard]] bool cancel() const {
-    const std::lock_guard lock(shared_->mutex);
-    shared_->left = !shared_->begun;
-    return shared_->left;
-  }
-
+  [[nodiscard]] bool cancel() const { return !begun_->exchange(true); }
   /// Throws what the work has thrown. The work must have ended.
-  void rethrow() const {
-    const std::lock_guard lock(shared_->mutex);
-    if (shared_->error) std::rethrow_exception(shared_->error);
-  }
+  void rethrow() const { end_.get(); }
 
  private:
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool begun = false, ended = false, left = false;
-    std::exception_ptr error;
-  };
-
-  std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<std::atomic<bool>> begun_ = std::make_shared<std::atomic<bool>>(false);
+  std::shared_future<void> end_;
   std::thread thread_;
 };
 

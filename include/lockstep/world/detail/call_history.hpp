@@ -64,6 +64,21 @@ template <>
 inline constexpr auto fields_of<CallMarks> =
     std::tuple{&CallMarks::group, &CallMarks::ranks, &CallMarks::marks};
 
+/// A communicator of this process, as it is reported to the store. Thread-safe.
+struct ReportedGroup {
+  ReportedGroup(std::string name, std::vector<int> ranks) : name(std::move(name)), ranks(std::move(ranks)) {}
+  virtual ~ReportedGroup() = default;
+  /// Returns the last collective; without one, a call without a number.
+  [[nodiscard]] virtual FailedCall position() const = 0;
+  /// Returns the last collectives, in their order.
+  [[nodiscard]] virtual std::vector<RecordedCall> last_calls() const = 0;
+  /// Returns the marks that the store compares, if there are new ones.
+  virtual std::optional<CallMarks> new_marks() = 0;
+
+  const std::string name;
+  const std::vector<int> ranks;  // global, by rank in the group
+};
+
 /// Two ranks whose collectives up to number `sequence` differ.
 struct CallDifference {
   int one = -1, other = -1;

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cxxabi.h>
-#include <time.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
@@ -16,40 +16,31 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
 namespace lockstep::detail {
 
 inline std::int64_t monotonic_nanoseconds() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 /// Returns the plain text of an exception type that another part knows (LibTorch's, with their stack traces),
 /// empty for other types. Set by that part.
 LOCKSTEP_PROCESS_WIDE inline std::string (*known_exception_text)(const std::exception&) = nullptr;
 
+/// Returns the name of an exception's type, without detail::CollectiveError around it.
 inline std::string type_name(const std::type_info& type) {
+  constexpr std::string_view collective = "lockstep::detail::CollectiveError<";
   int status = 0;
   char* name = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
   std::string text = status == 0 ? name : type.name();
   std::free(name);
-  return text;
+  if (!text.starts_with(collective)) return text;
+  return text.substr(collective.size(), text.size() - collective.size() - 1);
 }
 
-/// Returns the name of an error's type in error.hpp, without detail::CollectiveError around it.
-inline std::string error_type_name(const Error& error) {
-  constexpr std::string_view collective = "lockstep::detail::CollectiveError<";
-  auto name = type_name(typeid(error));
-  if (name.starts_with(collective))
-    name = name.substr(collective.size(), name.size() - collective.size() - 1);
-  return name;
-}
-
-/// Returns the failure of this process by an exception. Null means that std::terminate was called without one.
-/// The message of an exception that is not lockstep's begins with its type.
+/// Returns the failure of this process by an exception. Null means that std::terminate was called without
+/// one. The message of an exception that is not lockstep's begins with its type.
 inline Failure failure_of(const std::exception_ptr& exception) {
   Failure failure{.rank = process_rank.load()};
   try {
@@ -59,7 +50,7 @@ inline Failure failure_of(const std::exception_ptr& exception) {
       std::rethrow_exception(exception);
   } catch (const Error& error) {
     failure = error.failure();
-    failure.type = error_type_name(error);
+    failure.type = type_name(typeid(error));
     if (failure.kind == FailureKind::error || failure.kind == FailureKind::consequence)
       failure.message = printable(failure.message);  // it may quote other ranks
     if (failure.kind == FailureKind::usage) failure.code = 2;
@@ -88,21 +79,21 @@ inline constexpr auto fields_of<Failure> = std::tuple{
     &Failure::kind, &Failure::cause_kind, &Failure::rank, &Failure::pid,  &Failure::cause,  &Failure::code,
     &Failure::time, &Failure::host,       &Failure::type, &Failure::call, &Failure::message};
 
-/// The first byte of an encoded failure. Other bytes are the text of a process that had no memory to encode more.
+/// The first byte of an encoded failure. Any other begins the text of a process without memory to encode one.
 inline constexpr char failure_format = 1;
 
-/// Encodes a failure for the pipe to the launcher, with its message last: more text may follow it, or its end may be cut
-/// off.
+/// Encodes a failure for the pipe to the launcher, with its message last: more text may follow it, or its end
+/// may be cut off.
 inline std::string report_of(Failure failure) {
   const std::string message = std::exchange(failure.message, {});
   return failure_format + encoded(failure) + message;
 }
 /// Decodes report_of's bytes. Those of another format are the message of an error.
 inline Failure decode_report(std::string_view bytes) {
-  if (!bytes.starts_with(failure_format)) return {.message = printable(std::string(bytes))};
+  if (!bytes.starts_with(failure_format)) return {.message = printable(bytes)};
   FrameReader in(bytes.substr(1));
   auto failure = in.value<Failure>();
-  failure.message = printable(std::string(in.rest()));
+  failure.message = printable(in.rest());
   return failure;
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstddef>
 #include <exception>
 #include <string>
 #include <string_view>
@@ -13,14 +12,14 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/call_history.hpp"
 
-/// Every text about a failure, made from its values where it is printed or thrown. No code reads these texts again.
+/// Every text about a failure, made from its values where it is printed or thrown. No code reads them again.
 namespace lockstep::detail {
 
-/// The operation of a FailedCall that is a rendezvous: of all ranks, or of the communicator that its label names.
+/// The operation of a FailedCall that is a rendezvous, of all ranks or of the communicator in its label.
 inline constexpr const char* rendezvous = "rendezvous";
 
-/// Returns "all_reduce #57 (bucket 2) of Trainer::fit", "recv from rank 2 (tag 5)", "the rendezvous", "the rendezvous
-/// of the communicator 'x'" or "the constructor of Trainer (communicator 'x')".
+/// Returns "all_reduce #57 (bucket 2) of Trainer::fit", "recv from rank 2 (tag 5)", "the rendezvous", "the
+/// rendezvous of the communicator 'x'" or "the constructor of Trainer (communicator 'x')".
 inline std::string text_of(const FailedCall& call) {
   if (call.operation == rendezvous) {
     if (!call.served.empty()) return served_text(call.served, call.label.empty() ? rendezvous : call.label);
@@ -35,13 +34,15 @@ inline std::string text_of(const FailedCall& call) {
   return call.served.empty() ? text : text + " of " + served_text(call.served, call.part);
 }
 
+inline constexpr const char* equally_many = "; every rank must make the same calls, and equally many";
+
 /// Returns "while rank 0 waits in all_reduce #8".
 inline std::string waiting_text(int rank, const FailedCall& call) {
   return formatted("while rank {} waits in {}", rank, text_of(call));
 }
 
-/// Returns how the errors of other ranks name a failure: "rank 3 failed first: reason", "rank 3 (pid 811 on nodeA) died
-/// (SIGKILL)" where a launcher reports it, or the sentence of a rank that has left early.
+/// Returns how the errors of other ranks name a failure: "rank 3 failed first: reason", "rank 3 (pid 811 on
+/// nodeA) died (SIGKILL)" where a launcher reports it, or the sentence of a rank that has left early.
 inline std::string cause_text(const Failure& failure) {
   if (failure.kind == FailureKind::left_early) return failure.message;
   std::string who = failure.rank < 0 ? "another rank" : formatted("rank {}", failure.rank);
@@ -50,31 +51,29 @@ inline std::string cause_text(const Failure& failure) {
                    failure.kind == FailureKind::died ? "" : " failed first:", failure.message);
 }
 
-/// Returns the failure of `rank`, which has left a group after its collective `last` while `waiter` waits in `call`.
+/// Returns the failure of `rank`, which left a group after its collective `last` while `waiter` waits in
+/// `call`.
 inline Failure left_early(int rank, const std::string& last, int waiter, const FailedCall& call) {
   return {.kind = FailureKind::left_early,
           .rank = rank,
-          .message =
-              formatted("rank {} has left after {} {}; every rank must make the same calls, and equally many",
-                        rank, last, waiting_text(waiter, call))};
+          .message = formatted("rank {} has left after {} {}{}", rank, last, waiting_text(waiter, call),
+                               equally_many)};
 }
 
-/// Returns the failure of `rank`, whose process has ended with exit code 0 while `waiter` waits in `call`, which has no
-/// operation where it is unknown.
+/// Returns the failure of `rank`, which ended with exit code 0 while `waiter` waits in `call`, if that is
+/// known.
 inline Failure ended_early(int rank, int waiter, const FailedCall& call) {
+  const auto where =
+      call.operation.empty() ? "while other ranks still communicated with it" : waiting_text(waiter, call);
   return {.kind = FailureKind::left_early,
           .rank = rank,
           .code = 0,
-          .message = formatted(
-              "rank {} has ended with exit code 0 {}; every rank must make the same calls, and equally many",
-              rank,
-              call.operation.empty() ? "while other ranks still communicated with it"
-                                     : waiting_text(waiter, call))};
+          .message = formatted("rank {} has ended with exit code 0 {}{}", rank, where, equally_many)};
 }
 
-/// Returns the text about two ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank 1 in
-/// Trainer::save_checkpoint; call both on every rank, and equally often". Empty if neither is in one, or both are in the
-/// same.
+/// Returns the text about two ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank
+/// 1 in Trainer::save_checkpoint; call both on every rank, and equally often". Empty if neither is in one, or
+/// both are in the same.
 inline std::string different_calls(int one, const FailedCall& here, int other, const FailedCall& there) {
   if (one > other) return different_calls(other, there, one, here);
   if (here.served.empty() && there.served.empty()) return {};
@@ -87,8 +86,8 @@ inline std::string different_calls(int one, const FailedCall& here, int other, c
   return different_calls({place(here), place(there)}, {one, other});
 }
 
-/// Returns the failure of two ranks whose calls in a communicator differ, at the latest in collective `found.sequence`.
-/// `one` and `other` are their last calls.
+/// Returns the failure of two ranks whose calls in a communicator differ, at the latest in collective
+/// `found.sequence`. `one` and `other` are their last calls.
 inline Failure mismatch(const CallDifference& found, const std::string& communicator,
                         const std::vector<RecordedCall>& one, const std::vector<RecordedCall>& other) {
   if (found.one > found.other)
@@ -98,8 +97,7 @@ inline Failure mismatch(const CallDifference& found, const std::string& communic
   if (!calls) {
     failure.message = formatted(
         "ranks {} and {} have made different calls in the communicator '{}', at the latest in collective "
-        "#{}, and their last "
-        "calls do not show which; every rank must make the same calls, in the same order",
+        "#{}, and their last calls do not show which; every rank must make the same calls, in the same order",
         found.one, found.other, communicator, found.sequence);
     return failure;
   }
@@ -109,16 +107,15 @@ inline Failure mismatch(const CallDifference& found, const std::string& communic
   if (failure.message.empty())
     failure.message = formatted(
         "the ranks disagree on collective #{}{}: rank {} called {}, but rank {} called {}. Every rank must "
-        "call the same "
-        "collectives in the same order",
+        "call the same collectives in the same order",
         here.call.sequence,
         here.call.served.empty() ? "" : " of " + served_text(here.call.served, here.call.part), found.one,
         here.content, found.other, there.content);
   return failure;
 }
 
-/// Returns the failure of two ranks that have left a communicator after different numbers of collectives, the last of
-/// which are `mine` and `theirs`.
+/// Returns the failure of two ranks that have left a communicator after different numbers of collectives, the
+/// last of which are `mine` and `theirs`.
 inline Failure left_unequally(int one, const FailedCall& mine, int other, const FailedCall& theirs) {
   if (one > other) return left_unequally(other, theirs, one, mine);
   const auto last = [](const FailedCall& call) {
@@ -128,9 +125,8 @@ inline Failure left_unequally(int one, const FailedCall& mine, int other, const 
           .rank = one,
           .cause = other,
           .call = mine.sequence > theirs.sequence ? mine : theirs,
-          .message = formatted("rank {} has left after {}, and rank {} after {}; every rank must make the "
-                               "same calls, and equally many",
-                               one, last(mine), other, last(theirs))};
+          .message = formatted("rank {} has left after {}, and rank {} after {}{}", one, last(mine), other,
+                               last(theirs), equally_many)};
 }
 
 /// Returns the consequence, on rank `rank` in `call`, of the failure of another rank.
@@ -143,8 +139,8 @@ inline Failure consequence_of(const Failure& first, int rank, const FailedCall& 
           .message = cause_text(first)};
 }
 
-/// Returns what rank `rank` throws in `call` once it knows the first failure of the run: a MismatchError of the calls of
-/// the ranks, or a PeerError.
+/// Returns what rank `rank` throws in `call` once it knows the first failure of the run: a MismatchError of
+/// the calls of the ranks, or a PeerError.
 inline std::exception_ptr error_of(Failure first, int rank, const FailedCall& call) {
   if (first.kind != FailureKind::mismatch)
     return std::make_exception_ptr(PeerError(consequence_of(first, rank, call)));
@@ -152,20 +148,14 @@ inline std::exception_ptr error_of(Failure first, int rank, const FailedCall& ca
   return std::make_exception_ptr(MismatchError(std::move(first)));
 }
 
-/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's begins with its cause.
+/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's begins with its
+/// cause.
 inline std::string headline(const Failure& failure, std::string_view reporter) {
-  switch (failure.kind) {
-    case FailureKind::usage:
-    case FailureKind::mismatch:
-      return failure.message;
-    case FailureKind::consequence:
-    case FailureKind::left_early:
-      return formatted("{}; noticed by {}", failure.message, reporter);
-    case FailureKind::died:
-      return formatted("{} {}", reporter, failure.message);
-    default:
-      return formatted("{} failed: {}", reporter, failure.message);
-  }
+  const FailureKind kind = failure.kind;
+  if (kind == FailureKind::usage || kind == FailureKind::mismatch) return failure.message;
+  if (kind == FailureKind::consequence || kind == FailureKind::left_early)
+    return formatted("{}; noticed by {}", failure.message, reporter);
+  return formatted("{}{} {}", reporter, kind == FailureKind::died ? "" : " failed:", failure.message);
 }
 
 /// Returns the headline of a launcher: `gone` are ranks that had ended before with exit code 0.

@@ -1,9 +1,14 @@
 #pragma once
 
+#include <stdlib.h>
+
 #include <algorithm>
+#include <cstddef>
+#include <filesystem>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
@@ -24,82 +29,135 @@ inline std::vector<std::string> entries_of(std::string_view list) {
   return entries;
 }
 
-/// Parses a list of device numbers, such as "0,1". Throws UsageError if it is malformed or names a GPU twice,
-/// since two ranks would share it.
-inline std::vector<int> gpu_list(const std::string& list) {
-  std::vector<int> gpus;
-  for (const std::string& entry : entries_of(list)) {
-    const auto number = whole_number(entry);
-    if (!number || *number < 0)
-      throw UsageError(detail::formatted("'{}' is not a list of device numbers such as 0,1", list));
-    if (std::find(gpus.begin(), gpus.end(), *number) != gpus.end())
-      throw UsageError(detail::formatted(
-          "'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, *number));
-    gpus.push_back(*number);
+/// Parses LaunchOptions::gpus, a list of device numbers such as "0,1". Throws UsageError if it is malformed,
+/// names a GPU twice, since two ranks would share it, or one that CUDA_VISIBLE_DEVICES excludes: it may
+/// belong to another job.
+inline std::vector<std::string> gpu_list(const std::string& list, const Variables& variables) {
+  const auto visible = variables("CUDA_VISIBLE_DEVICES");
+  const auto gpus = entries_of(list), allowed = entries_of(visible.value_or(""));
+  const auto named = [](const std::string& gpu) {
+    return [number = whole_number(gpu)](const std::string& other) { return whole_number(other) == number; };
+  };
+  for (const std::string& gpu : gpus) {
+    if (whole_number(gpu).value_or(-1) < 0)
+      throw UsageError(formatted("'{}' is not a list of device numbers such as 0,1", list));
+    if (std::count_if(gpus.begin(), gpus.end(), named(gpu)) > 1)
+      throw UsageError(
+          formatted("'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, gpu));
+    if (visible && std::none_of(allowed.begin(), allowed.end(), named(gpu)))
+      throw UsageError(
+          formatted("GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it by "
+                    "number, or unset it",
+                    gpu, *visible));
   }
   return gpus;
 }
 
-/// Returns CUDA_VISIBLE_DEVICES for a program that is to use `gpus`, in the driver's numbering. Throws
-/// UsageError for a GPU that the variable, if set, excludes: it may belong to another job.
-inline std::string visible_devices_of(const std::vector<int>& gpus, const Variables& variables) {
-  const auto given = variables("CUDA_VISIBLE_DEVICES");
-  std::vector<int> allowed;
-  if (given)
-    for (const std::string& entry : entries_of(*given)) {
-      const auto number = whole_number(entry);
-      if (!number)
-        throw UsageError(detail::formatted(
-            "GPUs are asked for by number ({}), but CUDA_VISIBLE_DEVICES={} names them otherwise: "
-            "leave out the numbers, or unset it",
-            joined(gpus, ","), *given));
-      allowed.push_back(*number);
-    }
-  for (const int gpu : gpus)
-    if (given && std::find(allowed.begin(), allowed.end(), gpu) == allowed.end())
-      throw UsageError(detail::formatted(
-          "GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it, or "
-          "unset it",
-          gpu, *given));
-  return joined(gpus, ",");
-}
-
-/// Returns whether the user allows two ranks on one GPU: NCCL_MULTI_RANK_GPU_ENABLE is a number other than 0,
-/// as NCCL reads it.
+/// Returns whether the user allows two ranks on one GPU. The variable is a number, as NCCL reads it.
 inline bool may_share_gpu(const Variables& variables = process_variable) {
   const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
   return set && whole_number(*set).value_or(0) != 0;
 }
 
-/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if there is
-/// one (srun can give each task its own), otherwise the local rank's, which srun with SLURM_GPUS_PER_TASK and ranks
-/// that may share GPUs take modulo `visible`. Throws UsageError if there is none for this rank.
+/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if
+/// there is one (srun can give each task its own), otherwise the local rank's, which srun with
+/// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. Throws UsageError if there is
+/// none for this rank.
 inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> wanted = std::nullopt,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");
-  const auto seen =
-      detail::formatted("{} CUDA device{}{}", visible, visible == 1 ? "" : "s",
-                        list ? detail::formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string());
+  const auto limit = list ? formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string();
+  const auto seen = formatted("{} CUDA device{}{}", visible, visible == 1 ? "" : "s", limit);
   if (visible < 1)
-    throw UsageError(detail::formatted(
-        "rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
-        "(nvidia-smi)? On CPUs use GlooComm",
-        rank.rank, list ? detail::formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string()));
+    throw UsageError(
+        formatted("rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
+                  "(nvidia-smi)? On CPUs use GlooComm",
+                  rank.rank, limit));
   if (wanted && (*wanted < 0 || *wanted >= visible))
-    throw UsageError(detail::formatted("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
-                                       rank.rank, *wanted, seen));
+    throw UsageError(formatted("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
+                               rank.rank, *wanted, seen));
   if (wanted) return *wanted;
   if (visible == 1) return 0;
   if (rank.local_rank < visible) return rank.local_rank;
   // srun --gpus-per-task shows each task its own GPUs, numbered from 0.
   const bool own_gpus = rank.launcher == "srun" && variables("SLURM_GPUS_PER_TASK");
   if (own_gpus || may_share_gpu(variables)) return rank.local_rank % visible;
-  throw UsageError(detail::formatted(
-      "rank {} is number {}{} on this host, which has {}: start at most {} ranks here "
-      "(--nproc {}), or show them more devices",
-      rank.rank, rank.local_rank + 1,
-      rank.expected_local_rank ? std::string() : detail::formatted(" of the {}", rank.local_size), seen,
-      visible, visible));
+  throw UsageError(
+      formatted("rank {} is number {}{} on this host, which has {}: start at most {} ranks here "
+                "(--nproc {}), or show them more devices",
+                rank.rank, rank.local_rank + 1,
+                rank.expected_local_rank ? std::string() : formatted(" of the {}", rank.local_size), seen,
+                visible, visible));
+}
+
+/// Returns the number of GPUs that a program started here would see, without using CUDA: the driver's list,
+/// or the device files if a container hides that list, limited by CUDA_VISIBLE_DEVICES.
+inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
+                        const char* device_folder = "/dev") {
+  const auto entries = [](const char* path, auto counts) {
+    int number = 0;
+    std::error_code absent;
+    for (const auto& entry : std::filesystem::directory_iterator(path, absent))
+      number += counts(entry.path().filename().string()) ? 1 : 0;
+    return number;
+  };
+  int present = entries(driver_folder, [](const std::string&) { return true; });
+  if (present == 0)
+    present = entries(device_folder, [](const std::string& name) {
+      return name.starts_with("nvidia") && name.size() > 6 &&
+             name.find_first_not_of("0123456789", 6) == std::string::npos;
+    });
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (visible == nullptr || present == 0) return present;
+  const std::string list = visible;
+  if (list.empty() || list.starts_with("-1") || list == "NoDevFiles") return 0;
+  return std::min<int>(present, 1 + static_cast<int>(std::count(list.begin(), list.end(), ',')));
+}
+
+/// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
+struct NcclVariable {
+  const char* name;
+  const char* value;         ///< with which no thread of LibTorch ends the process or delays an abort
+  const char* ends_process;  ///< the values, one character each, with which a thread of LibTorch does end it
+};
+
+inline constexpr NcclVariable nccl_variables[] = {
+    // 2: the watchdog aborts the communicators at an error or a timeout, and throws nothing.
+    {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", "13"},
+    // The heartbeat monitor ends the process if the watchdog is stuck for 8 minutes.
+    {"TORCH_NCCL_ENABLE_MONITORING", "0", "1yYtT"},
+    {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0", ""},
+    // The watchdog sleeps four times as long before it aborts.
+    {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", ""},
+};
+
+/// Sets the variables of nccl_variables that are not set. Call it before the process has other threads.
+inline void set_nccl_environment() {
+  for (const NcclVariable& variable : nccl_variables) setenv(variable.name, variable.value, 0);
+}
+
+/// Returns what a program that uses NCCL should know of its environment: the variables that neither it nor
+/// `launch` has set, and the user's values with which LibTorch ends the process. Empty if there is nothing.
+inline std::string nccl_environment_warning(const Variables& variables = process_variable) {
+  std::vector<std::string> unset, ending, warnings;
+  for (const NcclVariable& variable : nccl_variables) {
+    const auto value = variables(variable.name);
+    if (!value)
+      unset.push_back(formatted("{}={}", variable.name, variable.value));
+    else if (std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
+      ending.push_back(formatted("{}={}", variable.name, *value));
+  }
+  if (!ending.empty())
+    warnings.push_back(
+        formatted("with {}, LibTorch ends the process when a collective of NCCL fails or times out, before "
+                  "lockstep can name the rank: unset it",
+                  joined(ending, " ")));
+  if (!unset.empty())
+    warnings.push_back(
+        formatted("this program was started without lockstep::launch, and LibTorch may end it when a "
+                  "collective of NCCL fails: set {} before the program starts",
+                  joined(unset, " ")));
+  return joined(warnings, "; ");
 }
 
 }  // namespace lockstep::detail

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,19 +16,41 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/launch_plan.hpp"
-#include "lockstep/world/detail/nccl_environment.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/place.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
+
+/// Prints each TORCH_WARN on one line.
+struct PlainWarnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    const std::string line = "warning: " + warning.msg() + "\n";
+    std::fwrite(line.data(), 1, line.size(), stderr);
+  }
+};
+
+/// Stops c10d from logging a stack trace for each connection that ends with a store: lockstep's own error
+/// explains it. TORCH_WARN of the calling thread is still printed. No-op if TORCH_CPP_LOG_LEVEL is set.
+LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
+  if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
+  constexpr int error = 2;  // its name differs between versions of LibTorch, and with glog
+  FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
+  static PlainWarnings warnings;
+  c10::WarningUtils::set_warning_handler(&warnings);
+}
 
 /// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks
 /// again. glibc returns large blocks to the system, whose pages must then be cleared and mapped again: for
@@ -43,26 +66,27 @@ inline void keep_freed_memory() {
 }
 
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
-inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
-                       const LaunchOptions& options) {
-  const bool alone = plan.rendezvous.empty();
-  const auto url = alone ? RendezvousUrl{} : parse_rendezvous(plan.rendezvous);
+inline int launch_here(const Place& place, int argc, const char* const* argv, const LaunchOptions& options) {
+  const Environment& env = place.environment;
+  const bool alone = env.rendezvous.empty();
+  const auto url = alone ? RendezvousUrl{} : parse_rendezvous(env.rendezvous);
   // A run on one host needs no shared secret.
-  const auto secret = alone ? random_secret() : read_store_secret();
+  const auto secret = alone ? random_secret() : env.store_secret;
   std::optional<Listener> listener;
-  if (plan.first == 0)
-    listener = listen_as_rank_zero(
-        {alone ? loopback_address() : url.host, url.port, secret, plan.rendezvous_origin});
+  if (env.rank == 0)
+    listener =
+        listen_as_rank_zero({alone ? loopback_address() : url.host, url.port, secret, env.rendezvous_origin},
+                            place.nproc == env.size);
   const bool hosting = listener.has_value();
-  // Where all ranks are here, they need no address that leads to this host from elsewhere.
-  const bool local = alone || (hosting && plan.nproc == plan.size && listener->host_is_elsewhere);
+  // The ranks here need no address that leads to this host from elsewhere.
+  const bool local = alone || (hosting && listener->host_is_elsewhere);
   const auto rendezvous =
-      local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : plan.rendezvous;
+      local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : env.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
-  supervised.jobs = jobs_of(plan, rendezvous, secret);
-  supervised.prefix = plan.prefix;
+  supervised.jobs = jobs_of(place, rendezvous, secret);
+  supervised.prefix = place.prefix;
   supervised.grace = options.grace;
   std::shared_ptr<StoreConnection> store;
   // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
@@ -73,7 +97,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   supervised.failed = [&](Failure failure) {
     if (alone || failure.kind == FailureKind::consequence) return;
     failure.host = host_name();
-    at_most(publish_limit, [failure, url, secret, size = plan.size, process = process_name(failure.pid)] {
+    at_most(publish_limit, [failure, url, secret, size = env.size, process = process_name(failure.pid)] {
       const StoreEndpoint endpoint{url.host, url.port, secret};
       StoreConnection connection(endpoint, greeting_timeout);
       RunClient run(connection, greeting_timeout);
@@ -93,7 +117,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   };
   Supervisor supervisor(std::move(supervised));
   const int code = supervisor.run();
-  if (hosting && !alone) outlive_ranks(*store, plan.size, code == 0);
+  if (hosting && !alone) outlive_ranks(*store, env.size, code == 0);
   return code == 0 && hosting ? code_of_mismatch(*store) : code;
 }
 
@@ -103,24 +127,30 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   fill_standard_descriptors();
   end_on_uncaught();
   end_with_agent();
-  failure_hooks.cannot_join = tell_waiting_ranks;
-  LaunchPlan plan;
+  Place place;
   try {
-    plan = plan_launch(argc, argv, options);
-    if (!plan.worker) return launch_here(plan, argc, argv, options);
+    place = resolve(argc, argv, options);
+    if (!place.worker) return launch_here(place, argc, argv, options);
   } catch (const Error&) {
     fail_process(failure_of(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
   keep_freed_memory();
   // Before any CUDA call: CUDA reads the variable once.
-  if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
-  if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
+  if (!place.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", place.visible_devices.c_str(), 1);
+  if (place.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*place.timeout).c_str(), 1);
   set_nccl_environment();
   int code = 0;
   run_without_handlers([&] {
     const World world =
-        world_from(plan.variables, {.threads = plan.threads.value_or(WorldOptions::share)}, true);
+        world_from(place.environment, {.threads = place.threads.value_or(WorldOptions::share)}, true);
+    if (world.size() > 1) {
+      quiet_library_log();
+      const auto* kept = new World(world);  // never destroyed: any thread may end the process
+      ending_rank = &state_of(*kept);
+      announce_exit();
+      announce_signals();
+    }
     auto arguments = program_arguments(argc, argv, options);
     bool stopped = false;
     const pid_t owner = getpid();
@@ -133,7 +163,10 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
       stopped = true;
     }
     flush_stdout();
-    world.leave(stopped ? 0 : code);  // all ranks leave in good order
+    try {
+      state_of(world).end(stopped ? 0 : code, true);
+    } catch (const std::exception&) {  // the store has ended, and the other ranks with it
+    }
   });
   return code;
 }

@@ -22,86 +22,80 @@ namespace lockstep::detail {
 /// reader that stops reading (a paused terminal, a full pipe) never delays the forwarding of signals. The
 /// descriptors are shared with the shell, so they are not made non-blocking.
 ///
-/// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another reason, such as
-/// a full disk, the writer drops that sink's output, writes a warning to the other sink, and the run continues.
+/// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another
+/// reason, such as a full disk, the writer drops that sink's output, writes a warning to the other sink, and
+/// the run continues.
 class OutputWriter {
  public:
   void put(int sink, std::string_view bytes) {
-    if (!lost_[sink - 1]) waiting_[sink - 1].append(bytes);
+    if (sinks_[sink - 1].state == State::open) sinks_[sink - 1].waiting.append(bytes);
   }
-  [[nodiscard]] bool empty() const { return waiting_[0].empty() && waiting_[1].empty(); }
-  [[nodiscard]] bool full(int sink) const { return waiting_[sink - 1].size() > (1u << 20); }
+  [[nodiscard]] bool empty() const { return sinks_[0].waiting.empty() && sinks_[1].waiting.empty(); }
+  [[nodiscard]] bool full(int sink) const { return sinks_[sink - 1].waiting.size() > (1u << 20); }
   /// Returns whether a reader has closed its sink. Output for that sink is dropped.
-  [[nodiscard]] bool broken() const { return gone_[0] || gone_[1]; }
+  [[nodiscard]] bool broken() const {
+    return sinks_[0].state == State::unread || sinks_[1].state == State::unread;
+  }
 
   void poll_for(std::vector<pollfd>& polled) const {
     for (int sink : {1, 2})
-      if (!waiting_[sink - 1].empty()) polled.push_back({sink, POLLOUT, 0});
+      if (!sinks_[sink - 1].waiting.empty()) polled.push_back({sink, POLLOUT, 0});
   }
 
-  /// Writes as much as possible without blocking. Returns whether it wrote anything.
-  bool write_ready() {
-    bool progress = false;
-    for (int sink : {1, 2}) progress = write_some(sink) || progress;
-    return progress;
-  }
-
-  /// Calls write_ready() until it writes nothing.
-  void flush() {
-    while (write_ready()) {
-    }
+  /// Writes as much as possible without blocking.
+  void write_ready() {
+    for (int sink : {1, 2}) write_ready(sink);
   }
 
  private:
-  bool write_some(int sink) {
-    auto& bytes = waiting_[sink - 1];
+  enum class State { open, unread, failed };  // unread: the reader has closed it
+  struct Sink {
+    std::string waiting;
+    State state = State::open;
+  };
+
+  void write_ready(int sink) {
+    auto& [waiting, state] = sinks_[sink - 1];
     std::size_t done = 0;
-    while (done < bytes.size() && !gone_[sink - 1] && !lost_[sink - 1]) {
+    while (done < waiting.size() && state == State::open) {
       pollfd room{sink, POLLOUT, 0};
       if (poll(&room, 1, 0) <= 0) break;
       // A ready pipe accepts this much without blocking (PIPE_BUF).
-      const ssize_t written =
-          write(sink, bytes.data() + done, std::min<std::size_t>(bytes.size() - done, 4096));
-      if (written > 0)
+      const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
+      const ssize_t written = write(sink, waiting.data() + done, most);
+      if (written > 0) {
         done += static_cast<std::size_t>(written);
-      else if (errno == EPIPE)
-        gone_[sink - 1] = true;
-      else if (errno != EINTR && errno != EAGAIN)
-        lose(sink, errno);
+      } else if (errno == EPIPE) {
+        state = State::unread;
+      } else if (errno != EINTR && errno != EAGAIN) {
+        state = State::failed;
+        put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
+                                sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
+      }
     }
-    if (gone_[sink - 1] || lost_[sink - 1]) bytes.clear();
-    bytes.erase(0, std::min(done, bytes.size()));
-    return done > 0;
+    waiting.erase(0, state == State::open ? done : waiting.size());
   }
 
-  void lose(int sink, int reason) {
-    lost_[sink - 1] = true;
-    put(3 - sink,
-        detail::formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
-                          sink == 1 ? "stdout" : "stderr", std::strerror(reason)));
-  }
-
-  std::string waiting_[2];
-  bool gone_[2] = {false, false};  // the reader has closed it
-  bool lost_[2] = {false, false};  // writing failed
+  Sink sinks_[2];
 };
 
 /// Merges the output of several ranks line by line: a line of one rank comes out as one line, with the rank
-/// in front if `prefix` asks for it. Bytes pass unchanged. Stream 2r is rank r's stdout and goes to sink 1;
-/// stream 2r + 1 is its stderr and goes to sink 2. The sinks share one cursor if both are terminals.
+/// in front if `prefix` asks for it. Bytes pass unchanged. Stream 2i is the stdout of the i-th rank and goes
+/// to sink 1; stream 2i + 1 is its stderr and goes to sink 2. The sinks share one cursor if both are
+/// terminals.
 class LineRelay {
  public:
   using Clock = std::chrono::steady_clock;
   /// Writes bytes to sink 1 (stdout) or 2 (stderr).
   using Write = std::function<void(int sink, std::string_view)>;
 
-  /// `ranks[i]` is the rank in the prefix of streams 2i and 2i + 1.
-  LineRelay(std::vector<int> ranks, Prefix prefix, bool out_terminal, bool error_terminal, Write write)
-      : ranks_(std::move(ranks)),
+  /// `first` is the lowest of `ranks` ranks.
+  LineRelay(int first, std::size_t ranks, Prefix prefix, bool out_terminal, bool error_terminal, Write write)
+      : first_(first),
         prefix_(prefix),
         terminal_{out_terminal, error_terminal},
         write_(std::move(write)),
-        streams_(2 * ranks_.size()) {}
+        streams_(2 * ranks) {}
 
   /// Adds bytes from a stream.
   void feed(std::size_t stream, std::string_view bytes, Clock::time_point now = Clock::now()) {
@@ -112,11 +106,8 @@ class LineRelay {
 
   /// Ends a stream and writes the rest of its last line.
   void close(std::size_t stream) {
-    auto& cursor = cursor_of(stream);
-    if (cursor.open_by != none && cursor.open_by != stream && !streams_[stream].pending.empty())
-      break_line(stream);
     flush(stream, true);
-    if (cursor.open_by == stream) {
+    if (auto& cursor = cursor_of(stream); cursor.open_by == stream) {
       cursor.owner_ended = true;
       flush_others(stream);
     }
@@ -170,7 +161,7 @@ class LineRelay {
     auto& pending = streams_[stream].pending;
     if (pending.empty()) return;
     if (cursor.open_by != none && cursor.open_by != stream) {
-      if (!cursor.owner_ended) return;
+      if (!cursor.owner_ended && !with_partial_line) return;
       break_line(stream);
     }
     std::string out;
@@ -191,7 +182,7 @@ class LineRelay {
     }
     pending.erase(0, pending.size() - rest.size());
     if (!out.empty()) write_(1 + static_cast<int>(stream % 2), out);
-    if (cursor.open_by == none) flush_waiting(stream);
+    if (cursor.open_by == none) flush_others(stream);
   }
 
   void begin_line(std::size_t stream, std::string_view line, std::string& out) {
@@ -200,9 +191,9 @@ class LineRelay {
     if (cursor.redrawn && line == "\n") return;  // the end of a bar, or of a "\r\n" that was split
     // Erase a bar before other output replaces it; a redrawn bar needs no erasing.
     if (cursor.redrawn && line.back() != '\r') out += "\r\x1b[K";
-    const int rank = ranks_[stream / 2];
+    const int rank = first_ + static_cast<int>(stream / 2);
     if (prefix_ == Prefix::never || (prefix_ == Prefix::automatic && rank == 0)) return;
-    const auto text = detail::formatted("[rank {}] ", rank);
+    const auto text = formatted("[rank {}] ", rank);
     if (!line.starts_with(text)) out += text;
   }
 
@@ -213,23 +204,18 @@ class LineRelay {
     cursor = {};
   }
 
-  // The owner of the open line is idle: a stream with pending output ends that line and writes its own.
+  // Writes the whole lines of the other streams that share a cursor, after the end of the line that `owner`
+  // has left open, if it has.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
-      if (stream == owner || &cursor_of(stream) != &cursor_of(owner) || !waits(stream)) continue;
-      if (cursor_of(stream).open_by == owner) break_line(stream);
-      flush(stream, false);
+      auto& cursor = cursor_of(stream);
+      if (stream == owner || &cursor != &cursor_of(owner) || !waits(stream)) continue;
+      if (cursor.open_by == owner) break_line(stream);
+      if (cursor.open_by == none) flush(stream, false);
     }
   }
 
-  void flush_waiting(std::size_t current) {
-    for (std::size_t stream = 0; stream < streams_.size(); ++stream)
-      if (stream != current && &cursor_of(stream) == &cursor_of(current) && waits(stream) &&
-          cursor_of(stream).open_by == none)
-        flush(stream, false);
-  }
-
-  std::vector<int> ranks_;
+  int first_;
   Prefix prefix_;
   bool terminal_[2];
   Write write_;

@@ -23,6 +23,9 @@
 /// argument.
 namespace lockstep::detail {
 
+/// The reason of a rank whose stack an exception unwinds, past a communicator.
+inline const std::string by_exception = "an exception, which its own output names, has ended it";
+
 /// The first failure of a run as one rank knows it, after which no collective can complete.
 struct KnownFailure : Failure {
   bool store_lost = false;  // the store is gone, so the process that hosts it has ended
@@ -35,14 +38,19 @@ struct RankView {
   std::map<std::string, std::map<int, FailedCall>> departed =
       {};                                       // by group: rank 0, and ranks that this one may wait for
   std::map<std::string, Failure> aborted = {};  // groups, by another rank
-  std::map<int, Failure> reasons = {};          // of the ranks' last aborts
 
   void learn(const Event& event) {
     if (event.kind == Event::failed && !failure) failure = KnownFailure{event.failure};
     if (event.kind == Event::departed) departed[event.group][event.rank] = event.position;
-    if (event.kind != Event::aborted) return;
-    if (!event.failure.message.empty()) reasons[event.rank] = event.failure;
-    if (event.rank != rank && !failure) aborted.try_emplace(event.group, event.failure);
+    if (event.kind != Event::aborted || event.rank == rank || failure) return;
+    Failure reason = event.failure;
+    if (reason.message.empty()) {  // the exception may have ended another group just before
+      reason.message = by_exception;
+      for (const auto& [group, other] : aborted)
+        if (other.rank == event.rank && reason.time - other.time < 1'000'000'000)
+          reason.message = other.message;
+    }
+    aborted.try_emplace(event.group, std::move(reason));
   }
   /// Returns whether nothing more can be learned: another rank has failed, or every rank throws.
   [[nodiscard]] bool over() const {

@@ -57,6 +57,14 @@ class RunClient {
   std::vector<RankReport> reports(const std::string& group, const std::vector<int>& ranks) {
     return ask<std::vector<RankReport>>(StoreOperation::ask, group, ranks);
   }
+  /// Adds to the number at a key of the store, 0 at first. Returns the sum.
+  std::int64_t add(const std::string& key, std::int64_t amount) {
+    return ask<std::int64_t>(StoreOperation::add, key, amount);
+  }
+  /// Sets a key of the store to `desired` if it has the value `expected`, or none and that is empty. Returns its value.
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
+    return request(StoreOperation::compare_set, key, expected, desired);
+  }
   /// Adds an event. Returns whether it is news.
   bool publish(const Event& event) { return ask<bool>(StoreOperation::publish, event); }
 

@@ -49,7 +49,9 @@ class RunState {
     std::string frame;
   };
 
-  explicit RunState(std::chrono::milliseconds end_grace) : end_grace_(end_grace) {}
+  /// `doubt`: what may keep ranks from reaching the store, for who waits for them.
+  explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {})
+      : end_grace_(end_grace), doubt_(std::move(doubt)) {}
 
   [[nodiscard]] std::vector<Outgoing> take_outgoing() { return std::exchange(outgoing_, {}); }
 
@@ -58,7 +60,7 @@ class RunState {
                            FrameReader& in, Time now) {
     switch (operation) {
       case StoreOperation::join:
-        return join({connection, id}, in);
+        return join({connection, id}, in, now);
       case StoreOperation::leave:
         leave(connection);
         return in.whole();
@@ -66,7 +68,7 @@ class RunState {
         outcome_ ? reply({connection, id}, encoded(*outcome_)) : for_outcome_.push_back({connection, id});
         return in.whole();
       case StoreOperation::summary:
-        return summarize({connection, id}, in);
+        return summarize({connection, id}, in, now);
       case StoreOperation::members:
         return describe({connection, id}, in);
       case StoreOperation::meet:
@@ -265,7 +267,7 @@ class RunState {
       if (std::exchange(one.waits, false)) reply(one, encoded(found));
   }
 
-  [[nodiscard]] bool join(const Asker& asker, FrameReader& in) {
+  [[nodiscard]] bool join(const Asker& asker, FrameReader& in, Time now) {
     const auto rank = in.value<int>(), size = in.value<int>();
     const auto identity = in.value<RankIdentity>();
     const auto stays = in.value<bool>();
@@ -279,6 +281,7 @@ class RunState {
     reply(asker, encoded(JoinAnswer{member, size_, sized_by_}));
     if (size != size_ || !member.is(identity) || !stays) return true;
     bound_[asker.connection] = rank;
+    last_join_ = now;
     if (member.exit_code.value_or(0) < 0) {  // it had left, and has come back
       member.exit_code.reset();
       member.ended = still_runs;
@@ -299,6 +302,8 @@ class RunState {
   }
   // A rank gives up a connection in good order: with its last one it takes no further part in the run.
   void leave(std::uint64_t connection) {
+    forget(
+        connection, [&](const Asker& one) { return one.connection == connection; }, false);
     const auto left = bound_.extract(connection);
     if (left.empty()) return;
     const auto is_its = [&](const auto& other) { return other.second == left.mapped(); };
@@ -310,8 +315,12 @@ class RunState {
     outcome_ = std::move(outcome);
     for (const Asker& one : std::exchange(for_outcome_, {})) reply(one, encoded(*outcome_));
   }
-  [[nodiscard]] bool summarize(const Asker& asker, FrameReader& in) {
-    RunSummary summary{.failure = failure_, .ended = ended_, .stranger = stranger_};
+  [[nodiscard]] bool summarize(const Asker& asker, FrameReader& in, Time now) {
+    const auto quiet = std::chrono::floor<std::chrono::milliseconds>(now - last_join_);
+    RunSummary summary{.failure = failure_,
+                       .ended = ended_,
+                       .quiet = quiet.count(),
+                       .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_};
     const int size = std::min(in.value<int>(), most_ranks);
     for (int rank = 0; rank < size; ++rank) {
       const auto found = members_.find(rank);
@@ -488,9 +497,11 @@ class RunState {
   }
 
   const std::chrono::milliseconds end_grace_;
+  const std::string doubt_;
   std::vector<Outgoing> outgoing_;
   int size_ = 0, sized_by_ = -1;  // the number of ranks, and the rank that has said it first
   int present_ = 0;
+  Time last_join_{};
   std::size_t ended_ = 0, order_ = 0;             // how many ranks have ended, and have done so in all
   std::map<int, Member> members_;                 // by rank
   std::unordered_map<std::uint64_t, int> bound_;  // the ranks of connections

@@ -11,13 +11,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "lockstep/detail/descriptor.hpp"
@@ -36,39 +40,26 @@ inline ino_t socket_inode(int fd) {
   return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
 }
 
-/// The sockets that connect this process with the other ranks. A child that is forked without exec closes its
+/// Adds a socket that connects this process with other ranks. A child that is forked without exec closes its
 /// copies: a helper process that outlives its rank would otherwise hold the rank's connections open, and no
-/// other rank would see the rank die.
-///
+/// other rank would see the rank die. It does not close a descriptor number that has been reused since.
 /// Thread-safe.
-class OwnSockets {
- public:
-  /// Adds a socket. A child does not close a descriptor number that has been reused since.
-  static void add(int fd) {
-    auto& known = instance();
-    const std::lock_guard lock(known.mutex_);
-    known.inodes_[fd] = socket_inode(fd);
-  }
-
- private:
-  // Never destroyed: a thread may fork while the process ends.
-  LOCKSTEP_PROCESS_WIDE static OwnSockets& instance() {
-    static OwnSockets* known = [] {
-      auto* made = new OwnSockets();
-      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
-                     [] {
-                       for (const auto& [fd, inode] : instance().inodes_)
-                         if (inode != 0 && socket_inode(fd) == inode) close(fd);
-                       instance().mutex_.unlock();
-                     });
-      return made;
-    }();
-    return *known;
-  }
-
-  std::mutex mutex_;
-  std::map<int, ino_t> inodes_;
-};
+LOCKSTEP_PROCESS_WIDE inline void close_in_children(int fd) {
+  struct Sockets {
+    std::mutex mutex;
+    std::map<int, ino_t> inodes;
+  };
+  static Sockets* const known = new Sockets();  // never destroyed: a thread may fork while the process ends
+  const auto close_all = [] {
+    for (const auto& [number, inode] : known->inodes)
+      if (inode != 0 && socket_inode(number) == inode) close(number);
+    known->mutex.unlock();
+  };
+  [[maybe_unused]] static const int registered =
+      pthread_atfork([] { known->mutex.lock(); }, [] { known->mutex.unlock(); }, close_all);
+  const std::lock_guard lock(known->mutex);
+  known->inodes[fd] = socket_inode(fd);
+}
 
 /// Returns the name of this host for messages.
 inline std::string host_name() {
@@ -85,22 +76,22 @@ struct SocketAddress {
   [[nodiscard]] const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   [[nodiscard]] sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
   [[nodiscard]] int family() const { return storage.ss_family; }
-
+  /// The port, in the byte order of the network.
+  [[nodiscard]] in_port_t& port() {
+    return family() == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(storage).sin6_port
+                                : reinterpret_cast<sockaddr_in&>(storage).sin_port;
+  }
   /// Returns the numeric address without the port: "10.0.0.1".
   [[nodiscard]] std::string text() const {
     char name[NI_MAXHOST];
     return getnameinfo(get(), length, name, sizeof name, nullptr, 0, NI_NUMERICHOST) == 0 ? name : "?";
-  }
-  [[nodiscard]] int port() const {
-    return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(storage).sin6_port
-                                      : reinterpret_cast<const sockaddr_in&>(storage).sin_port);
   }
   [[nodiscard]] bool loopback() const { return names_loopback(text()); }
 };
 
 /// The addresses of a host name, without duplicates, or the non-zero status of getaddrinfo.
 struct Resolved {
-  std::vector<SocketAddress> addresses;
+  std::vector<SocketAddress> addresses = {};
   int status = 0;
 };
 
@@ -110,65 +101,54 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   hints.ai_flags = flags;
   Resolved result;
   result.status = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  for (auto* at = result.status == 0 ? found : nullptr; at != nullptr; at = at->ai_next) {
-    SocketAddress address;
+  for (const auto* at = found; at != nullptr; at = at->ai_next) {
+    SocketAddress address{.length = at->ai_addrlen};
     std::memcpy(&address.storage, at->ai_addr, at->ai_addrlen);
-    address.length = at->ai_addrlen;
     const auto same = [&](const SocketAddress& known) { return known.text() == address.text(); };
     if (std::none_of(result.addresses.begin(), result.addresses.end(), same))
       result.addresses.push_back(address);
   }
-  if (result.status == 0) freeaddrinfo(found);
+  if (found != nullptr) freeaddrinfo(found);
   return result;
 }
 
-/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily, and
-/// one of an unknown name, which may be that of a pod that has just started, unless it is this host's own.
-inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
-  if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric;
+/// Returns the addresses of a master host within `lookup_timeout`, whether or not a name server answers.
+/// Repeats a lookup that fails temporarily, and one of an unknown name, which may be that of a pod that has
+/// just started. Throws RendezvousError for a name that cannot be resolved. `origin`: what determines the
+/// name.
+inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
+                                                 const RendezvousOrigin& origin) {
+  if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
   struct Shared {
-    std::mutex mutex;
-    Resolved found{{}, EAI_AGAIN};
+    Resolved found;
+    std::atomic<int> status{EAI_AGAIN};  // set behind `found`
   };
   const auto shared = std::make_shared<Shared>();
   // getaddrinfo has no timeout: it waits for each silent name server in turn.
-  at_most(timeout, [shared, host, port, until = std::chrono::steady_clock::now() + timeout] {
-    for (;;) {
-      auto found = resolve(host, port);
-      const bool may_come = found.status == EAI_AGAIN || (found.status == EAI_NONAME && host != host_name());
-      const bool again = may_come && std::chrono::steady_clock::now() + last_retry_pause < until;
-      {
-        const std::lock_guard lock(shared->mutex);
-        shared->found = std::move(found);
-      }
-      if (!again) return;
-      std::this_thread::sleep_for(last_retry_pause);
-    }
-  });
-  const std::lock_guard lock(shared->mutex);
-  return shared->found;
-}
-
-/// Throws RendezvousError for the name of a master host that resolve_within has not resolved. `origin`: what
-/// determines the name.
-[[noreturn]] inline void throw_unresolved(const std::string& host, int status,
-                                          const RendezvousOrigin& origin) {
-  throw RendezvousError(detail::formatted(
+  at_most(lookup_timeout,
+          [shared, host, port, until = std::chrono::steady_clock::now() + lookup_timeout - last_retry_pause] {
+            for (;;) {
+              shared->found = resolve(host, port);
+              const int status = shared->status = shared->found.status;
+              const bool may_come = status == EAI_AGAIN || (status == EAI_NONAME && host != host_name());
+              if (!may_come || std::chrono::steady_clock::now() >= until) return;
+              std::this_thread::sleep_for(last_retry_pause);
+            }
+          });
+  const int status = shared->status;
+  if (status == 0) return shared->found.addresses;
+  throw RendezvousError(formatted(
       "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or {} its "
       "address",
       host, origin.text.empty() ? "" : " (" + origin.text + ")", host_name(),
-      status == EAI_AGAIN
-          ? detail::formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
-          : std::string(gai_strerror(status)),
+      status == EAI_AGAIN ? formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
+                          : std::string(gai_strerror(status)),
       origin.set_host));
 }
 
 /// Returns whether an interface of this host has this address.
 inline bool is_own_address(SocketAddress address) {
-  if (address.family() == AF_INET6)
-    reinterpret_cast<sockaddr_in6&>(address.storage).sin6_port = 0;
-  else
-    reinterpret_cast<sockaddr_in&>(address.storage).sin_port = 0;
+  address.port() = 0;
   const Descriptor fd(socket(address.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
   return fd.open() && bind(fd.get(), address.get(), address.length) == 0;
 }
@@ -176,123 +156,88 @@ inline bool is_own_address(SocketAddress address) {
 struct Listener {
   Descriptor fd;
   int port = 0;
-  /// The address at which clients on this host reach the listener.
-  std::string address = {};
-  /// True if the requested host has addresses and none of them is this host's.
-  bool host_is_elsewhere = false;
+  std::string address = {};        ///< at which clients on this host reach the listener
+  bool host_is_elsewhere = false;  ///< the requested host has addresses, and none of them is this host's
+  std::string doubt = {};          ///< what may keep clients on other hosts from reaching it
 };
-
-/// The address of this host that a listener for clients of `host` binds. None means all interfaces.
-///
-/// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this host that
-/// `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this host's, or is a name
-/// for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. choose_bind
-/// throws RendezvousError for a name that cannot be resolved, unless it is this host's own.
-struct BindChoice {
-  std::vector<SocketAddress> address;  // one or none
-  bool host_is_elsewhere = false;
-};
-inline BindChoice choose_bind(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
-  if (host.empty()) return {};
-  const auto found = resolve_within(host, port, lookup_timeout);
-  if (found.status != 0 && host != host_name()) throw_unresolved(host, found.status, origin);
-  if (found.addresses.empty()) return {};
-  const auto loopback = [](const SocketAddress& address) { return address.loopback(); };
-  if (std::all_of(found.addresses.begin(), found.addresses.end(), loopback)) {
-    if (!names_loopback(host)) return {};
-    // Every client tries IPv4 for "localhost".
-    const auto four = std::find_if(found.addresses.begin(), found.addresses.end(),
-                                   [](const auto& address) { return address.family() == AF_INET; });
-    return {{four == found.addresses.end() ? found.addresses.front() : *four}, false};
-  }
-  if (std::none_of(found.addresses.begin(), found.addresses.end(), is_own_address)) return {{}, true};
-  if (found.addresses.size() > 1) return {};
-  return {found.addresses, false};
-}
 
 /// Another socket listens on the port.
 struct PortInUse : RendezvousError {
   using RendezvousError::RendezvousError;
 };
 
-/// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
-/// is empty. Throws PortInUse, or another RendezvousError, which name the port.
+/// Listens on `port` (0: any free port) for clients of `host`. Binds the loopback if `host` names it
+/// explicitly (127.0.0.1, ::1, localhost), else the address of this host that `host` resolves to. Binds all
+/// interfaces if `host` is empty, or resolves to several addresses, to none of this host's, or to the
+/// loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. So does
+/// this host's own name if it cannot be resolved. Throws PortInUse, or another RendezvousError, which name
+/// the port, and RendezvousError for an unknown name.
 inline Listener listen_on(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
-  const auto fail = [&](const char* what) -> Listener {
-    const int reason = errno;
-    if (reason == EADDRINUSE)
-      throw PortInUse(detail::formatted(
-          "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
-          "{} a free one on every rank",
-          port, port, origin.set_port));
-    if (reason == EACCES)
-      throw RendezvousError(
-          detail::formatted("cannot {} port {}: permission denied: {} one above 1023 on every rank", what,
-                            port, origin.set_port));
-    throw RendezvousError(detail::formatted("cannot {} port {}: {}", what, port, std::strerror(reason)));
-  };
-  const auto choice = choose_bind(host, port, origin);
   Listener listener;
-  listener.host_is_elsewhere = choice.host_is_elsewhere;
-  SocketAddress address;
-  if (!choice.address.empty()) {
-    address = choice.address.front();
-    listener.fd = Descriptor(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
-  } else {
-    // One socket for both families if the host has IPv6, IPv4 alone otherwise.
-    listener.fd = Descriptor(socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    const bool six = listener.fd.open();
-    if (!six) listener.fd = Descriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (six) {
-      const int off = 0;
-      setsockopt(listener.fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-      auto& in = reinterpret_cast<sockaddr_in6&>(address.storage);
-      in.sin6_family = AF_INET6;
-      in.sin6_addr = in6addr_any;
-      in.sin6_port = htons(static_cast<std::uint16_t>(port));
-      address.length = sizeof in;
-    } else {
-      auto& in = reinterpret_cast<sockaddr_in&>(address.storage);
-      in.sin_family = AF_INET;
-      in.sin_addr.s_addr = htonl(INADDR_ANY);
-      in.sin_port = htons(static_cast<std::uint16_t>(port));
-      address.length = sizeof in;
-    }
+  std::vector<SocketAddress> addresses;
+  try {
+    if (!host.empty()) addresses = resolve_master(host, port, origin);
+  } catch (const RendezvousError&) {
+    if (host != host_name()) throw;
   }
-  if (!listener.fd.open()) return fail("open a socket for");
-  OwnSockets::add(listener.fd.get());
-  const int on = 1;
-  setsockopt(listener.fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-  if (bind(listener.fd.get(), address.get(), address.length) != 0) return fail("bind");
-  if (listen(listener.fd.get(), 1024) != 0) return fail("listen on");
+  listener.host_is_elsewhere =
+      !addresses.empty() && std::none_of(addresses.begin(), addresses.end(), is_own_address);
+  const bool explicitly = names_loopback(host);
+  const bool all =
+      addresses.empty() ||
+      (!explicitly && (addresses.size() > 1 || addresses[0].loopback() || listener.host_is_elsewhere));
+  if (explicitly)  // every client tries IPv4 for "localhost"
+    std::stable_partition(addresses.begin(), addresses.end(),
+                          [](const SocketAddress& address) { return address.family() == AF_INET; });
+  if (all) {  // one socket for both families if the host has IPv6, IPv4 alone otherwise
+    addresses = resolve("::", port, AI_NUMERICHOST).addresses;
+    addresses.push_back(resolve("0.0.0.0", port, AI_NUMERICHOST).addresses.at(0));
+  }
   SocketAddress bound;
-  getsockname(listener.fd.get(), bound.get(), &bound.length);
-  listener.port = bound.port();
-  listener.address = choice.address.empty() ? loopback_address() : bound.text();
+  for (std::size_t i = 0; i < addresses.size() && !listener.fd.open(); ++i) {
+    bound = addresses[i];
+    listener.fd = Descriptor(socket(bound.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  }
+  const int on = 1, off = 0, fd = listener.fd.get();
+  if (all && bound.family() == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+  if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) != 0 ||
+      bind(fd, bound.get(), bound.length) != 0 || listen(fd, 1024) != 0) {
+    if (errno == EADDRINUSE)
+      throw PortInUse(
+          formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): {} a "
+                    "free one on every rank",
+                    port, port, origin.set_port));
+    const bool denied = errno == EACCES;
+    throw RendezvousError(
+        formatted("cannot listen on port {}: {}", port,
+                  denied ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
+                         : std::string(std::strerror(errno))));
+  }
+  close_in_children(fd);
+  getsockname(fd, bound.get(), &bound.length);
+  listener.port = ntohs(bound.port());
+  listener.address = all ? loopback_address() : bound.text();
   return listener;
 }
 
 /// Sets up a connection of the store: sends small messages at once, detects a dead peer host within minutes,
 /// and keeps the socket out of forked children.
 inline void tune_connection(int fd) {
-  OwnSockets::add(fd);
-  const int on = 1, idle = 60, interval = 10, count = 6;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+  close_in_children(fd);
+  const int options[][3] = {{IPPROTO_TCP, TCP_NODELAY, 1},
+                            {SOL_SOCKET, SO_KEEPALIVE, 1},
+                            {IPPROTO_TCP, TCP_KEEPIDLE, 60},
+                            {IPPROTO_TCP, TCP_KEEPINTVL, 10},
+                            {IPPROTO_TCP, TCP_KEEPCNT, 6}};
+  for (const auto& [level, option, value] : options) setsockopt(fd, level, option, &value, sizeof value);
 }
 
 /// Waits for `events` on a descriptor. Returns false at `until`.
 inline bool poll_until(int fd, short events, std::chrono::steady_clock::time_point until) {
-  for (;;) {
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count();
-    pollfd polled{fd, events, 0};
+  for (pollfd polled{fd, events, 0};;) {
+    const auto left = std::chrono::ceil<Milliseconds>(until - std::chrono::steady_clock::now()).count();
     const int ready = poll(&polled, 1, static_cast<int>(std::clamp<long>(left, 0, 3'600'000)));
-    if (ready > 0) return true;
-    if (left <= 0) return false;
+    if (ready > 0 || left <= 0) return ready > 0;
   }
 }
 
@@ -302,14 +247,15 @@ struct ConnectAttempt {
   std::string reason;
 };
 
-/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for a name that cannot be resolved.
+/// Tries each address of `host` once, at most for `attempt_timeout` and until `until`. Throws RendezvousError
+/// for a name that cannot be resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until,
                                   const RendezvousOrigin& origin = {}) {
-  const auto found = resolve_within(host, port, lookup_timeout);
-  if (found.status != 0) throw_unresolved(host, found.status, origin);
+  const auto addresses = resolve_master(host, port, origin);
+  until = std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
   ConnectAttempt attempt;
-  for (const SocketAddress& address : found.addresses) {
+  for (const SocketAddress& address : addresses) {
     Descriptor fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int error = fd.open() && connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
@@ -319,13 +265,11 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
     }
     if (error == 0) {
       tune_connection(fd.get());
-      attempt.fd = std::move(fd);
-      return attempt;
+      return {std::move(fd), {}};
     }
     attempt.reason = error == ECONNREFUSED ? "it refuses the connection: nothing listens there"
-                     : error == ETIMEDOUT
-                         ? "it does not answer: the host is down, or a firewall is between"
-                         : detail::formatted("it cannot be reached ({})", std::strerror(error));
+                     : error == ETIMEDOUT  ? "it does not answer: the host is down, or a firewall is between"
+                                           : formatted("it cannot be reached ({})", std::strerror(error));
   }
   return attempt;
 }
@@ -334,35 +278,28 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
 inline constexpr const char* start_rank_zero =
     "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
 
-/// Calls `attempt` until it returns an empty string instead of a reason, with pauses that grow to half a
-/// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the
+/// Calls `attempt(until)` until it returns an empty string instead of a reason, with pauses that grow to half
+/// a second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the
 /// remedy after `timeout`. `where` names the store: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
 template <class Attempt, class Waiting>
-void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attempt attempt, Waiting waiting,
+void retry_at(const std::string& where, Milliseconds timeout, Attempt attempt, Waiting waiting,
               const std::string& remedy = start_rank_zero) {
   const auto until = std::chrono::steady_clock::now() + timeout;
   for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
-      throw RendezvousError(detail::formatted("no store at {} after {} s: {}. {}", where,
-                                              std::chrono::duration<double>(timeout).count(), reason,
-                                              remedy));
+      throw RendezvousError(formatted("no store at {} after {} s: {}. {}", where,
+                                      std::chrono::duration<double>(timeout).count(), reason, remedy));
     waiting(reason);
     std::this_thread::sleep_for(pause);
   }
 }
 
-/// Returns the deadline of a single attempt to connect: 5 s, at most `until`.
-inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_clock::time_point until) {
-  return std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
-}
-
 /// Returns the address that this host sends from to reach `host`, empty if there is no route. Connecting a
 /// datagram socket sends nothing.
 inline std::string source_address_towards(const std::string& host) {
-  const auto found = resolve(host, 9);
-  for (const SocketAddress& address : found.addresses) {
+  for (const SocketAddress& address : resolve(host, 9).addresses) {
     const Descriptor fd(socket(address.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
     SocketAddress own;
     if (fd.open() && connect(fd.get(), address.get(), address.length) == 0 &&
@@ -374,10 +311,10 @@ inline std::string source_address_towards(const std::string& host) {
 
 /// Returns the address at which hosts that reach `host` reach this host: `host` itself if it is this host.
 inline std::string address_towards(const std::string& host) {
-  const auto found = resolve(host, 9);
   const auto own = source_address_towards(host);
-  const auto is_own = [&](const SocketAddress& address) { return address.text() == own; };
-  if (own.empty() || std::any_of(found.addresses.begin(), found.addresses.end(), is_own)) return host;
+  if (own.empty()) return host;
+  for (const SocketAddress& address : resolve(host, 9).addresses)
+    if (address.text() == own) return host;
   return own;
 }
 

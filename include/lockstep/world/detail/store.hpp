@@ -1,15 +1,10 @@
 #pragma once
 
-#include <fcntl.h>
 #include <sys/random.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,30 +13,21 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/error.hpp"
-
-#include "lockstep/world/detail/event_log.hpp"
-#include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/printable.hpp"
-#include "lockstep/world/detail/rank_identity.hpp"
-#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/store_server.hpp"
-#include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -54,15 +40,14 @@ namespace lockstep::detail {
 /// timeout of zero means no timeout, as in c10d.
 class StoreClient : public ClonableStore {
  public:
-  /// `timeout` is that of each call, which also ends once `over` returns true.
-  StoreClient(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds timeout,
-              std::function<bool()> over = nullptr)
-      : connection_(std::move(connection)), over_(std::move(over)) {
+  /// `timeout` is that of each call.
+  StoreClient(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds timeout)
+      : connection_(std::move(connection)) {
     timeout_ = timeout;
   }
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<StoreClient>(connection_, timeout_, over_);
+    return c10::make_intrusive<StoreClient>(connection_, timeout_);
   }
 
   using c10d::Store::compareSet;
@@ -76,7 +61,7 @@ class StoreClient : public ClonableStore {
                 const std::vector<std::vector<std::uint8_t>>& values) override {
     std::vector<std::string> texts;
     for (const auto& value : values) texts.emplace_back(value.begin(), value.end());
-    request(StoreOperation::set, end(), [&](FrameWriter& out) { out.texts(keys).texts(texts); });
+    request(StoreOperation::set, end(), [&](FrameWriter& out) { out.value(keys).value(texts); });
   }
 
   std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
@@ -88,7 +73,7 @@ class StoreClient : public ClonableStore {
   std::vector<std::uint8_t> get(const std::string& key) override { return multiGet({key}).at(0); }
 
   std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override {
-    const auto reply = request(StoreOperation::get, end(), [&](FrameWriter& out) { out.texts(keys); });
+    const auto reply = request(StoreOperation::get, end(), [&](FrameWriter& out) { out.value(keys); });
     FrameReader reader(reply);
     std::vector<std::vector<std::uint8_t>> values;
     for (std::size_t i = 0; i < keys.size(); ++i) values.push_back(bytes(reader.text()));
@@ -110,14 +95,14 @@ class StoreClient : public ClonableStore {
   }
 
   bool check(const std::vector<std::string>& keys) override {
-    return truth(request(StoreOperation::check, end(), [&](FrameWriter& out) { out.texts(keys); }));
+    return truth(request(StoreOperation::check, end(), [&](FrameWriter& out) { out.value(keys); }));
   }
 
   std::int64_t getNumKeys() override { C10_THROW_ERROR(NotImplementedError, "the store counts no keys"); }
 
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
-    request(StoreOperation::wait, end(timeout), [&](FrameWriter& out) { out.texts(keys); });
+    request(StoreOperation::wait, end(timeout), [&](FrameWriter& out) { out.value(keys); });
   }
 
   [[nodiscard]] bool hasExtendedApi() const override { return true; }
@@ -135,7 +120,7 @@ class StoreClient : public ClonableStore {
   template <class Fill>
   std::string request(StoreOperation operation, Clock::time_point until, Fill fill) {
     try {
-      return connection_->request(operation, until, fill, over_);
+      return connection_->request(operation, until, fill);
     } catch (const StoreLost& error) {
       C10_THROW_ERROR(DistNetworkError, error.what());
     } catch (const std::runtime_error& error) {
@@ -153,7 +138,6 @@ class StoreClient : public ClonableStore {
   static bool truth(const std::string& reply) { return FrameReader(reply).byte() != 0; }
 
   std::shared_ptr<StoreConnection> connection_;
-  std::function<bool()> over_;
 };
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -221,11 +205,24 @@ inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std:
   return connection;
 }
 
-/// Listens where rank 0 hosts the store. Returns no listener if a store of lockstep with this secret answers
-/// there: another process has the rank 0, and signing in at its store names both. Throws as listen_on.
-inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint) {
+/// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
+/// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
+/// listen_on.
+inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint, bool all_here) {
   try {
-    return listen_on(endpoint.host, endpoint.port, endpoint.origin);
+    auto listener = listen_on(endpoint.host, endpoint.port, endpoint.origin);
+    if (!all_here && listener.host_is_elsewhere)
+      listener.doubt = formatted(
+          "{} is no address of this host ({}): rank 0 must run on the host that it names",
+          endpoint.origin.text.empty() ? endpoint.host
+                                       : endpoint.origin.text.substr(0, endpoint.origin.text.find(", ")),
+          host_name());
+    else if (!all_here &&
+             (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))
+      listener.doubt =
+          formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
+                    host_name(), endpoint.host);
+    return listener;
   } catch (const PortInUse&) {
     try {
       const StoreConnection other(endpoint, last_request_timeout);
@@ -242,7 +239,7 @@ struct Rendezvous {
   std::shared_ptr<StoreConnection> connection = {};  // null in a world of one rank
   bool hosted_here = false;                          // the store ends with this process
   std::string address = {};                          // at which other hosts reach this host, or empty
-  std::string doubt = {};                            // what may keep the other ranks from joining
+  bool doubted = false;  // another process may serve the ranks, see Listener::doubt
 
   /// Returns a client with a timeout of its own.
   [[nodiscard]] StorePtr again(std::chrono::milliseconds timeout) const {
@@ -284,8 +281,7 @@ inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int r
   retry_at(
       endpoint.text(), timeout,
       [&](auto until) {
-        const auto attempt =
-            try_connect(endpoint.host, endpoint.port, end_of_attempt(until), endpoint.origin);
+        const auto attempt = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
         return attempt.fd.open() ? std::string() : attempt.reason;
       },
       [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
@@ -360,18 +356,10 @@ inline Rendezvous join_rendezvous(
     return rendezvous_under_torchrun(endpoint, env.rank, timeout, waiting);
   }
   if (env.rank == 0 && !env.store_is_hosted) {
-    if (auto listener = listen_as_rank_zero(endpoint)) {
-      const bool elsewhere = listener->host_is_elsewhere;
+    if (auto listener = listen_as_rank_zero(endpoint, env.launched && env.local_size == env.size)) {
+      const bool doubted = !listener->doubt.empty();
       auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, timeout), timeout, true);
-      if (elsewhere)
-        joined.doubt = detail::formatted(
-            "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
-            url.host, host_name());
-      else if ((names_loopback(url.host) || url.host == "0.0.0.0" || url.host == "::") &&
-               !(env.launched && env.local_size == env.size))
-        joined.doubt =
-            detail::formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
-                              host_name(), url.host);
+      joined.doubted = doubted;
       return joined;
     }
   }
@@ -384,139 +372,6 @@ inline Rendezvous join_rendezvous(
   return rendezvous_at(std::make_shared<StoreConnection>(endpoint, timeout, waiting_here), timeout, false);
 }
 
-/// Identifies the host and network namespace of this process: processes with one identity reach each other by
-/// the loopback.
-inline std::string host_identity() {
-  const auto inode = [](const char* path) -> unsigned long long {
-    struct stat found {};
-    return stat(path, &found) == 0 ? found.st_ino : 0;
-  };
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
-}
-
-/// Returns the name of a process of this host in errors: "nodeA pid 811".
-inline std::string process_name(pid_t pid) {
-  return detail::formatted("{} pid {}", host_name(), pid);
-}
-
-/// Returns what this process says about itself when it joins.
-inline RankIdentity own_identity(const std::string& address, const Environment& env) {
-  const int threads = at::get_num_threads();
-  RankIdentity identity{process_name(getpid()), host_identity(), address, std::to_string(threads),
-                        thread_source(threads, report_descriptor() >= 0)};
-  if (env.launched) {
-    identity.local_rank = std::to_string(env.local_rank);
-    identity.local_size = std::to_string(env.local_size);
-    identity.local_variable = env.local_variable;
-  } else if (env.expected_local_rank) {
-    identity.local_rank = std::to_string(*env.expected_local_rank);
-  }
-  return identity;
-}
-
-[[noreturn]] inline void throw_refusal(const Outcome& outcome) {
-  throw RendezvousError(Failure{.kind = outcome.rank < 0 ? FailureKind::error : FailureKind::timed_out,
-                                .rank = process_rank.load(),
-                                .cause = outcome.rank,
-                                .call = {.operation = rendezvous},
-                                .message = outcome.text});
-}
-
-/// Returns the identities of all ranks, which must have joined.
-inline std::vector<RankIdentity> identities(StoreConnection& connection) {
-  std::vector<RankIdentity> all;
-  for (const KnownRank& one : RunClient(connection, request_timeout).members())
-    all.push_back(one.identity.value_or(RankIdentity{}));
-  return all;
-}
-
-/// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
-/// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
-[[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
-  try {
-    run.publish({.kind = Event::refused, .rank = late, .failure = {.message = text}});
-  } catch (const StoreError&) {  // the error is thrown below
-  }
-  throw_refusal({.kind = Outcome::refused, .rank = late, .text = text});
-}
-
-/// Returns the error of two processes with the rank of `env`.
-inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
-  const auto host = [](const std::string& process) { return process.substr(0, process.find(' ')); };
-  auto text = formatted("rank {} is claimed by {} and {}", env.rank, owner, me);
-  const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
-  if (env.launcher == "--nproc")
-    text += formatted(
-        ", the latter with RANK={} and --nproc {}: give every command its own RANK, the first of its ranks",
-        env.rank - env.local_rank, env.local_size);
-  else
-    text +=
-        formatted("{}: give every process its own {} on {}{}",
-                  variable.empty() ? std::string() : formatted(", the latter with {}={}", variable, env.rank),
-                  variable.empty() ? std::string("rank") : variable, host(owner),
-                  host(owner) == host(me) ? "" : " and " + host(me));
-  return text + ", and every run a MASTER_PORT of its own";
-}
-
-/// Joins the run. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on
-/// their number. Does not wait for any other rank. A rank that joins only to tell its failure passes `stays` = false: it
-/// does not count as present.
-inline void join_run(RunClient run, const Environment& env, const std::string& address, bool stays = true) {
-  const RankIdentity me = own_identity(address, env);
-  const JoinAnswer answer = run.join(env.rank, env.size, me, stays);
-  if (answer.size != env.size)
-    refuse_rendezvous(
-        run, formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
-                       "Start all of them with one WORLD_SIZE",
-                       env.rank, env.size, answer.sized_by, answer.size));
-  if (answer.rank.is(me)) return;
-  const std::string owner = answer.rank.identity.value_or(RankIdentity{}).process;
-  refuse_rendezvous(run, answer.rank.lost
-                             ? formatted("rank {} has ended ({}), and {} cannot take its place: start "
-                                         "all ranks again",
-                                         env.rank, owner, me.process)
-                             : duplicate_text(env, owner, me.process));
-}
-
-/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op if the variables determine no
-/// address of another rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose
-/// ranks have all joined goes on.
-inline void tell_waiting_ranks(const std::string& text) try {
-  if (report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
-  // These do not determine the address, and may be the fault.
-  const Variables variables = [](const char* name) -> std::optional<std::string> {
-    for (const char* other : {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_NODEID",
-                              "SLURM_STEP_TASKS_PER_NODE"})
-      if (std::string_view(name) == other) return std::nullopt;
-    return process_variable(name);
-  };
-  const auto found = find_launched_rank(variables);
-  const Variables all = with_launched_rank(variables, found);
-  const auto url = rendezvous_url(all, false);
-  if (url.empty() || all("RANK") == "0") return;  // rank 0 hosts the store
-  const auto address = parse_rendezvous(url);
-  StoreConnection store({address.host, address.port, store_secret(all, found)}, last_request_timeout);
-  refuse_rendezvous({store, last_request_timeout},
-                    formatted("{} cannot join: {}", process_name(getpid()), text));
-} catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown
-}
-
-/// Joins at a store at the rank 0 address on another host, if there is one: it belongs to another process
-/// that has the rank 0, and both runs are refused by names. If that address leads to this rank's own store,
-/// as the forwarded port of a container does, this is a no-op.
-inline void refuse_other_rank_zero(const Environment& env, const std::string& address) {
-  const auto url = parse_rendezvous(env.rendezvous);
-  std::optional<StoreConnection> other;
-  try {
-    other.emplace(StoreEndpoint{url.host, url.port, env.store_secret}, last_request_timeout);
-  } catch (const RendezvousError&) {  // no store of this run
-    return;
-  }
-  at_store("the ranks could not sign in", [&] { join_run({*other, last_request_timeout}, env, address); });
-}
-
 /// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store is gone.
 inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
                           std::chrono::milliseconds timeout) {
@@ -526,92 +381,6 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
   } catch (const c10::DistStoreError&) {
     return false;
   }
-}
-
-/// Returns the exit code of a run whose ranks have all ended well: not 0, after an error line, if their calls differ.
-inline int code_of_mismatch(StoreConnection& connection) try {
-  const auto found = RunClient(connection, last_request_timeout).summary().failure;
-  if (!found || found->kind != FailureKind::mismatch) return 0;
-  std::fprintf(stderr, "error: %s\n", found->message.c_str());
-  return found->code;
-} catch (const StoreError&) {
-  return 0;
-}
-
-/// Keeps the process that hosts the store alive until all ranks have ended: 5 minutes at most, or 2 s if a rank of
-/// this host has failed. Other ranks may still read a failure.
-inline void outlive_ranks(StoreConnection& connection, int size, bool well) try {
-  const auto deadline = std::chrono::steady_clock::now() + (well ? host_grace : last_request_timeout);
-  for (;; std::this_thread::sleep_for(first_retry_pause)) {
-    const RunSummary run = RunClient(connection, last_request_timeout).summary();
-    if (run.ended >= static_cast<std::size_t>(size) || std::chrono::steady_clock::now() >= deadline) return;
-    if (well && run.failure) return std::this_thread::sleep_for(reading_grace);
-  }
-} catch (const StoreError&) {  // the store is unreadable: stop waiting
-}
-
-/// Returns a text on demand.
-using LazyText = std::function<std::string()>;
-
-/// Blocks until every rank has joined. Returns how the rendezvous has ended. Calls `waiting` from time to time with a text
-/// such as "rank 2 of 3", which costs a request. Throws RendezvousError, with one text on all ranks, if a rank was
-/// refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it joined. `own` is the
-/// waiting rank, in `call`.
-inline Outcome await_ranks(StoreConnection& connection, int size,
-                           std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
-                           const std::string& doubt, const std::function<void(const LazyText& who)>& waiting,
-                           int own = -1, const FailedCall& call = {}) {
-  using Clock = std::chrono::steady_clock;
-  const auto missing = [&] {
-    return at_store("the rendezvous failed",
-                    [&] { return RunClient(connection, std::min(timeout, outcome_timeout)).summary(size); });
-  };
-  // Returns `text` and what may keep the missing ranks from joining.
-  const auto with_doubts = [&](const RunSummary& late, std::string text) {
-    for (const std::string& why : {doubt, late.stranger})
-      if (!why.empty()) text += "; " + why;
-    return text;
-  };
-  std::optional<Outcome> outcome;
-  while (!outcome) {
-    const auto begin = Clock::now();
-    try {
-      outcome = RunClient(connection,
-                          std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_timeout))
-                    .outcome();
-    } catch (const StoreLost& error) {
-      throw RendezvousError(
-          formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
-    } catch (const StoreError&) {  // the outcome did not come within the timeout
-    }
-    if (outcome) break;
-    if (Clock::now() >= deadline) {
-      const auto late = missing();
-      refuse_rendezvous(
-          {connection, std::min(timeout, outcome_timeout)},
-          with_doubts(late,
-                      formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                                "WORLD_SIZE of the others",
-                                late.missing_text(size), std::chrono::duration<double>(timeout).count(),
-                                late.missing == 1 ? "it" : "them")),
-          late.missing == 1 && !late.first_missing.empty() ? late.first_missing[0] : -1);
-    }
-    waiting([&] {
-      const auto late = missing();
-      return with_doubts(late, late.missing_text(size));
-    });
-  }
-  switch (outcome->kind) {
-    case Outcome::complete:
-      break;
-    case Outcome::failed:
-      throw PeerError(consequence_of(outcome->failure, own, call));
-    case Outcome::ended:
-      throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
-    case Outcome::refused:
-      throw_refusal(*outcome);
-  }
-  return *outcome;
 }
 
 }  // namespace lockstep::detail

@@ -13,23 +13,19 @@ namespace lockstep::detail::store_keys {
 /// On the store of torchrun's agent: the address and secret of this attempt's own store.
 inline constexpr const char* board = "lockstep/store";
 
-// World::local_zero_first.
-inline std::string local_zero_first_calls(int rank) {
-  return formatted("lockstep/first/calls/{}", rank);
-}
+/// The key of World::local_zero_first's `call` on the host of `first`.
 inline std::string local_zero_first(const std::string& first, std::int64_t call) {
   return formatted("lockstep/first/{}/{}", first, call);
 }
-
-// Communicators.
-/// The prefix of the names of communicators of a kind, such as "comm" or "nccl".
-inline std::string communicators(std::string_view kind) {
-  return formatted("lockstep/{}", kind);
-}
+/// The beginning of the names of communicators.
+inline constexpr const char* communicators = "lockstep/comm";
+/// The number of a rank's calls of `what`.
 inline std::string calls_of_rank(std::string_view what, int rank) {
   return formatted("lockstep/{}/calls of rank {}", what, rank);
 }
-/// The prefix of with_device's choices.
-inline constexpr const char* device = "lockstep/device";
+/// with_device's choice of number `call`.
+inline std::string device(std::int64_t call) {
+  return formatted("lockstep/device/{}", call);
+}
 
 }  // namespace lockstep::detail::store_keys

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <sys/socket.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -8,34 +11,51 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
-#include <vector>
+#include <utility>
 
 #include "lockstep/detail/bytes.hpp"
-#include "lockstep/world/detail/printable.hpp"
+#include "lockstep/detail/descriptor.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
+/// Escapes every control character ("\n", "\x1b"), including those that UTF-8 encodes in two bytes. For text
+/// from another process, which could otherwise control the terminal or forge lines.
+inline std::string printable(std::string_view text) {
+  std::string result;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    const auto next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0U;
+    const bool in_two = byte == 0xc2 && next >= 0x80 && next < 0xa0;
+    if (byte == '\n' || byte == '\t')
+      result += byte == '\n' ? "\\n" : "\\t";
+    else if (byte < 0x20 || byte == 0x7f || in_two)
+      result += formatted("\\x{:02x}", in_two ? next : byte);
+    else
+      result += text[i];
+    if (in_two) ++i;
+  }
+  return result;
+}
+
 /// The wire format of lockstep's key-value store.
 ///
-/// A connection begins with a hello (`store_magic`, then the secret of the run). The server answers with
-/// `store_magic` and a StoreGreeting byte. Then the client sends requests. The server sends one reply to each, in any
-/// order, but none to a request without a result or one that the client has cancelled. A client that has subscribed is
-/// also sent what it has not asked for. Each message is a frame: its length in 4 bytes, then its payload. A request is an
-/// id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a StoreStatus byte and a result; what is pushed
-/// has `push_id`, a StorePush byte and a content. Integers are little-endian. A string is its length in 4 bytes and its
-/// bytes.
-inline constexpr std::string_view store_magic = "lockstep store 4\n";
+/// A connection begins with a hello (`store_magic`, then the secret of the run). The server answers with its
+/// `store_magic` and a StoreStatus byte, which is `refused` for another secret. Then the client sends
+/// requests. The server sends one reply to each, in any order, but none to a request without a result or one
+/// that the client has cancelled. A client that has subscribed is also sent pushes. Each message is a frame:
+/// its length in 4 bytes, then its payload. A request is an id of 8 bytes, a StoreOperation byte and
+/// arguments. A reply is the id, a StoreStatus byte and a result. A push is `push_id`, a StorePush byte and a
+/// content. Integers are little-endian. A string is its length in 4 bytes and its bytes.
+inline constexpr std::string_view store_magic = "lockstep store 5\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
-inline constexpr std::size_t max_secret_bytes = 256;
-inline constexpr std::size_t max_key_bytes = 4096;
+inline constexpr std::size_t max_secret_bytes = 256, max_key_bytes = 4096;
 /// The limit for one frame, and so for one value.
 inline constexpr std::size_t max_frame_bytes = std::size_t{64} << 20;
 /// The limit for all keys and values together.
 inline constexpr std::size_t max_store_bytes = std::size_t{1} << 30;
-
-enum class StoreGreeting : std::uint8_t { welcome, wrong_secret, wrong_version };
 
 enum class StoreStatus : std::uint8_t { done, refused };
 
@@ -83,22 +103,18 @@ class FrameWriter {
  public:
   FrameWriter() : bytes_(4, '\0') {}
 
-  FrameWriter& byte(std::uint8_t value) {
-    bytes_.push_back(static_cast<char>(value));
-    return *this;
-  }
-  FrameWriter& integer(std::uint64_t value) {
-    append_little_endian(bytes_, value);
-    return *this;
-  }
+  FrameWriter& byte(std::uint8_t value) { return fixed(value); }
+  FrameWriter& integer(std::uint64_t value) { return fixed(value); }
   FrameWriter& raw(std::string_view text) {
     bytes_.append(text);
     return *this;
   }
-  FrameWriter& text(std::string_view text) { return length(text.size()).raw(text); }
-  FrameWriter& texts(const std::vector<std::string>& list) { return value(list); }
+  FrameWriter& text(std::string_view text) {
+    return fixed(static_cast<std::uint32_t>(text.size())).raw(text);
+  }
 
-  /// Writes a value: a number, a flag, an enum, a text, a list, an optional value, or a struct with fields_of.
+  /// Writes a value: a number, a flag, an enum, a text, a list, an optional value, or a struct with
+  /// fields_of.
   template <class Value>
   FrameWriter& value(const Value& value) {
     if constexpr (std::is_same_v<Value, bool> || std::is_enum_v<Value>) {
@@ -111,7 +127,7 @@ class FrameWriter {
       byte(value.has_value() ? 1 : 0);
       if (value) this->value(*value);
     } else if constexpr (requires { value.begin(); }) {
-      length(value.size());
+      fixed(static_cast<std::uint32_t>(value.size()));
       for (const auto& one : value) this->value(one);
     } else {
       std::apply([&](auto... members) { (this->value(value.*members), ...); }, fields_of<Value>);
@@ -129,8 +145,9 @@ class FrameWriter {
   }
 
  private:
-  FrameWriter& length(std::size_t value) {
-    append_little_endian(bytes_, static_cast<std::uint32_t>(value));
+  template <class Number>
+  FrameWriter& fixed(Number value) {
+    append_little_endian(bytes_, value);
     return *this;
   }
 
@@ -146,23 +163,14 @@ class FrameReader {
   std::uint64_t integer() { return fixed<std::uint64_t>(); }
   std::string_view text() {
     const std::size_t length = fixed<std::uint32_t>();
-    if (length > rest_.size()) {
-      good_ = false;
-      return {};
-    }
-    const auto result = rest_.substr(0, length);
-    rest_.remove_prefix(length);
-    return result;
-  }
-  std::vector<std::string> texts() {
-    const std::size_t count = fixed<std::uint32_t>();
-    std::vector<std::string> result;
-    if (count > rest_.size() / 4) good_ = false;  // each has a length field
-    for (std::size_t i = 0; good_ && i < count; ++i) result.emplace_back(text());
+    if (length > rest_.size()) good_ = false;
+    const auto result = rest_.substr(0, good_ ? length : 0);
+    rest_.remove_prefix(result.size());
     return result;
   }
 
-  /// Reads what FrameWriter::value has written. Escapes the control characters of texts.
+  /// Reads what FrameWriter::value has written. Escapes the control characters of a std::string, and leaves
+  /// the bytes of a std::string_view, which views the payload.
   template <class Value>
   void value(Value& value) {
     if constexpr (std::is_same_v<Value, bool>) {
@@ -173,7 +181,9 @@ class FrameReader {
     } else if constexpr (std::is_integral_v<Value>) {
       value = static_cast<Value>(integer());
     } else if constexpr (std::is_same_v<Value, std::string>) {
-      value = printable(std::string(text()));
+      value = printable(text());
+    } else if constexpr (std::is_same_v<Value, std::string_view>) {
+      value = text();
     } else if constexpr (requires { value.has_value(); }) {
       value.reset();
       if (byte() != 0) this->value(value.emplace());
@@ -192,7 +202,6 @@ class FrameReader {
     return value;
   }
 
-  [[nodiscard]] bool more() const { return good_ && !rest_.empty(); }
   [[nodiscard]] std::string_view rest() const { return rest_; }
   /// Returns whether all reads were within the payload and consumed it completely.
   [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
@@ -224,33 +233,59 @@ Value decoded(std::string_view bytes) {
   return FrameReader(bytes).value<Value>();
 }
 
-/// Splits the bytes of a connection into frames as they arrive.
-class FrameBuffer {
- public:
-  void append(std::string_view bytes) { bytes_.append(bytes); }
+/// A socket that carries frames. No call blocks.
+struct FrameSocket {
+  Descriptor fd = {};
+  std::string in = {}, out = {};            ///< received, and to be sent
+  std::size_t in_begin = 0, out_begin = 0;  ///< what comes before is done
+
+  [[nodiscard]] std::string_view received() const { return std::string_view(in).substr(in_begin); }
+  [[nodiscard]] std::size_t to_send() const { return out.size() - out_begin; }
+
+  /// Sends as much of `out` as there is room for. Returns false, and drops the rest, if the connection has
+  /// ended.
+  bool send() {
+    bool open = true;
+    while (open && to_send() > 0) {
+      const ssize_t length = ::send(fd.get(), out.data() + out_begin, to_send(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (length < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+      open = length >= 0 || errno == EINTR;
+      out_begin += length < 0 ? 0 : static_cast<std::size_t>(length);
+    }
+    if (!open) out_begin = out.size();
+    if (2 * out_begin >= out.size()) out.erase(0, std::exchange(out_begin, 0));
+    return open;
+  }
+
+  /// Receives the available bytes, at most 1 MiB. Returns why the connection has ended, empty if it has not.
+  std::string receive() {
+    char buffer[1 << 16];
+    for (int turn = 0; turn < 16; ++turn) {
+      const ssize_t length = recv(fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+      if (length > 0) in.append(buffer, static_cast<std::size_t>(length));
+      if (length == 0) return "its host has closed the connection";
+      if (length < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+      if (length < 0 && errno != EINTR) return std::strerror(errno);
+    }
+    return {};
+  }
 
   /// Returns the length of the next frame's payload, once its first 4 bytes have arrived.
   [[nodiscard]] std::optional<std::size_t> next_length() const {
-    if (bytes_.size() - begin_ < 4) return std::nullopt;
-    return little_endian<std::uint32_t>(bytes_, begin_);
+    if (received().size() < 4) return std::nullopt;
+    return little_endian<std::uint32_t>(received());
   }
-  /// Returns the payload of the next frame once it is complete. Valid until `append`.
+  /// Returns the payload of the next frame once it is complete. Valid until `receive`.
   [[nodiscard]] std::optional<std::string_view> next() {
     const auto length = next_length();
-    if (!length || bytes_.size() - begin_ - 4 < *length) {
-      bytes_.erase(0, begin_);
-      begin_ = 0;
+    if (!length || received().size() - 4 < *length) {
+      in.erase(0, std::exchange(in_begin, 0));
       return std::nullopt;
     }
-    const auto payload = std::string_view(bytes_).substr(begin_ + 4, *length);
-    begin_ += 4 + *length;
+    const auto payload = received().substr(4, *length);
+    in_begin += 4 + *length;
     return payload;
   }
-  [[nodiscard]] std::size_t size() const { return bytes_.size() - begin_; }
-
- private:
-  std::string bytes_;
-  std::size_t begin_ = 0;
 };
 
 }  // namespace lockstep::detail

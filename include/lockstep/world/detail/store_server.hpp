@@ -12,10 +12,11 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <memory>
+#include <functional>
+#include <map>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -33,9 +34,10 @@ namespace lockstep::detail {
 
 /// The server of lockstep's key-value store: one thread that never blocks on a client.
 ///
-/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest such client
-/// if more than `max_strangers` are connected. It parks a request that waits for keys and answers it when the last key
-/// is set. No bytes from a client can end or stall the server: a malformed frame closes its connection.
+/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest
+/// such client if more than `max_strangers` are connected. It parks a request that waits for keys and answers
+/// it when the last key is set. No bytes from a client can end or stall the server: a malformed frame closes
+/// its connection.
 ///
 /// The requests about the run, and what is pushed to ranks, are RunState's.
 class StoreServer {
@@ -50,26 +52,24 @@ class StoreServer {
       : listener_(std::move(listener)),
         secret_(std::move(secret)),
         hello_timeout_(hello_timeout),
-        run_(end_grace),
+        run_(end_grace, listener_.doubt),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
-    if (!epoll_.open() || !wake_.open())
-      throw Error(detail::formatted("cannot serve a store: {}", std::strerror(errno)));
+    std::string fault = epoll_.open() && wake_.open() ? "" : std::strerror(errno);
     fcntl(listener_.fd.get(), F_SETFL, O_NONBLOCK);
-    watch(listener_.fd.get(), listener_id);
-    watch(wake_.get(), wake_id);
-    // Block all signals: the program's threads handle them, never the server's.
+    watch(EPOLL_CTL_ADD, listener_.fd.get(), listener_id, EPOLLIN);
+    watch(EPOLL_CTL_ADD, wake_.get(), wake_id, EPOLLIN);
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's threads handle signals, never the server's
     try {
-      thread_ = std::thread([this] { run(); });
+      if (fault.empty()) thread_ = std::thread([this] { run(); });
     } catch (const std::system_error& error) {
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw Error(detail::formatted("cannot serve a store: {}", error.what()));
+      fault = error.what();
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!fault.empty()) throw Error(formatted("cannot serve a store: {}", fault));
   }
 
   /// Closes every connection. Does not wait for any client.
@@ -88,6 +88,7 @@ class StoreServer {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::uint64_t listener_id = 0, wake_id = 1;
+  static constexpr const char* full = "the store is full";
 
   /// A request of a connection that waits for keys.
   struct Parked {
@@ -98,18 +99,9 @@ class StoreServer {
 
   struct Connection {
     std::uint64_t number = 0;
-    Descriptor fd;
-    FrameBuffer in;
-    std::string out;
-    std::size_t sent = 0;  // bytes of `out` already sent
-    std::uint32_t interest = 0;
-    bool greeted = false;
-    bool closing = false;  // close once `out` is sent
-  };
-
-  struct Stranger {
-    std::uint64_t number;
-    Clock::time_point until;
+    FrameSocket socket = {};
+    std::uint32_t interest = EPOLLIN;
+    enum { unknown, greeted, refused } state = unknown;  // refused: close once `out` is sent
   };
 
   void run() {
@@ -122,10 +114,10 @@ class StoreServer {
         if (number == listener_id) {
           accept_some();
         } else if (const auto found = connections_.find(number); found != connections_.end()) {
-          serve(*found->second, events[i].events);
+          serve(found->second, events[i].events);
         }
       }
-      while (!strangers_.empty() && strangers_.front().until <= Clock::now()) drop_first_stranger();
+      while (!strangers_.empty() && strangers_.begin()->second <= Clock::now()) drop_first_stranger();
       run_.tick(Clock::now());
       deliver();
       for (const auto number : dropped_) connections_.erase(number);
@@ -133,18 +125,18 @@ class StoreServer {
     }
   }
 
-  void watch(int fd, std::uint64_t number) {
+  void watch(int operation, int fd, std::uint64_t number, std::uint32_t interest) {
     epoll_event event{};
-    event.events = EPOLLIN;
+    event.events = interest;
     event.data.u64 = number;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+    epoll_ctl(epoll_.get(), operation, fd, &event);
   }
 
   [[nodiscard]] int time_to_next_deadline() const {
     auto next = run_.next();
-    if (!strangers_.empty()) next = std::min(next, strangers_.front().until);
+    if (!strangers_.empty()) next = std::min(next, strangers_.begin()->second);
     if (next == Clock::time_point::max()) return -1;
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+    const auto left = std::chrono::ceil<Milliseconds>(next - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
   }
 
@@ -152,136 +144,99 @@ class StoreServer {
   void accept_some() {
     for (int i = 0; i < 32; ++i) {
       const int fd = accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-      if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
-        make_descriptor_free();
-        return;
-      }
+      if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+        return make_descriptor_free();
       if (fd < 0) return;
-      auto connection = std::make_unique<Connection>();
-      connection->number = next_number_++;
-      connection->fd = Descriptor(fd);
-      connection->interest = EPOLLIN;
+      const auto number = next_number_++;
+      connections_.emplace(number, Connection{number, {Descriptor(fd)}});
+      strangers_.emplace(number, Clock::now() + hello_timeout_);
       tune_connection(fd);
-      watch(fd, connection->number);
-      strangers_.push_back({connection->number, Clock::now() + hello_timeout_});
-      connections_.emplace(connection->number, std::move(connection));
-      forget_greeted();
+      watch(EPOLL_CTL_ADD, fd, number, EPOLLIN);
       if (strangers_.size() > max_strangers) drop_first_stranger();
     }
   }
 
   // Out of descriptors, the listener would stay ready and its queue would never shrink.
   void make_descriptor_free() {
-    forget_greeted();
-    if (!strangers_.empty()) {
-      drop_first_stranger();
-      return;
-    }
+    if (!strangers_.empty()) return drop_first_stranger();
     reserve_.close();
     const Descriptor refused(accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC));
     reserve_ = Descriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
   }
 
-  void forget_greeted() {
-    std::erase_if(strangers_, [&](const Stranger& stranger) {
-      const auto found = connections_.find(stranger.number);
-      return found == connections_.end() || !found->second->fd.open() || found->second->greeted;
-    });
-  }
-  void drop_first_stranger() {
-    const auto found = connections_.find(strangers_.front().number);
-    strangers_.pop_front();
-    if (found != connections_.end() && !found->second->greeted) drop(*found->second);
-  }
+  void drop_first_stranger() { drop(connections_.at(strangers_.begin()->first)); }
 
   // Frees the connection at the end of the loop's turn: callers may still use it.
   void drop(Connection& connection) {
-    if (!connection.fd.open()) return;
-    for (auto& [key, parked] : waiting_)
-      std::erase_if(parked, [&](const Parked& one) { return one.connection == connection.number; });
-    std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
+    if (!connection.socket.fd.open()) return;
+    strangers_.erase(connection.number);
+    forget([&](const Parked& one) { return one.connection == connection.number; });
     run_.close(connection.number, Clock::now());
-    connection.fd.close();
+    connection.socket.fd.close();
     dropped_.push_back(connection.number);
   }
 
-  // Sends what the run has to say.
+  // Forgets the parked requests for which `is` returns true.
+  template <class Is>
+  void forget(Is is) {
+    for (auto& [key, parked] : waiting_) std::erase_if(parked, is);
+    std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
+  }
+
+  // Sends what the run pushes. Drops a client that does not read.
   void deliver() {
     for (auto frames = run_.take_outgoing(); !frames.empty(); frames = run_.take_outgoing())
       for (const auto& [to, frame] : frames)
         for (const auto number : to) {
           const auto found = connections_.find(number);
-          if (found == connections_.end() || !found->second->fd.open()) continue;
-          Connection& connection = *found->second;
-          if (connection.out.size() - connection.sent > max_frame_bytes + max_pushed_bytes) {
-            drop(connection);  // it does not read
-          } else {
+          if (found == connections_.end()) continue;
+          Connection& connection = found->second;
+          if (connection.socket.to_send() > max_frame_bytes + max_pushed_bytes)
+            drop(connection);
+          else
             send(connection, frame);
-            update_interest(connection);
-          }
         }
   }
 
   void serve(Connection& connection, std::uint32_t events) {
-    if (!connection.fd.open()) return;
-    bool open = true;
-    if (events & EPOLLIN) open = receive(connection);
+    if (!connection.socket.fd.open()) return;
+    const bool ended = (events & EPOLLIN) && !connection.socket.receive().empty();
     if (events & EPOLLOUT) send_pending(connection);
     handle_frames(connection);
-    if (!open || (events & (EPOLLERR | EPOLLHUP))) drop(connection);
-    update_interest(connection);
-  }
-
-  // Reads the available bytes, up to a limit per turn. Returns false if the client has closed.
-  bool receive(Connection& connection) {
-    char buffer[1 << 16];
-    for (int turn = 0; turn < 16; ++turn) {
-      const ssize_t length = recv(connection.fd.get(), buffer, sizeof buffer, 0);
-      if (length > 0) connection.in.append({buffer, static_cast<std::size_t>(length)});
-      if (length == 0) return false;
-      if (length < 0 && errno == EINTR) continue;
-      if (length < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
-      if (static_cast<std::size_t>(length) < sizeof buffer) return true;
-    }
-    return true;
+    if (ended || (events & (EPOLLERR | EPOLLHUP))) drop(connection);
   }
 
   // Handles no further requests of a client that does not read its replies.
   void handle_frames(Connection& connection) {
-    while (connection.fd.open() && !connection.closing && connection.out.empty()) {
-      const auto length = connection.in.next_length();
-      if (length && *length > (connection.greeted ? max_frame_bytes : store_magic.size() + max_secret_bytes))
+    while (connection.socket.fd.open() && connection.state != Connection::refused &&
+           connection.socket.out.empty()) {
+      const bool greeted = connection.state == Connection::greeted;
+      const auto length = connection.socket.next_length();
+      if (length && *length > (greeted ? max_frame_bytes : store_magic.size() + max_secret_bytes))
         return drop(connection);
-      const auto payload = connection.in.next();
+      const auto payload = connection.socket.next();
       if (!payload) return;
-      if (connection.greeted)
-        handle_request(connection, *payload);
-      else
-        handle_hello(connection, *payload);
+      greeted ? handle_request(connection, *payload) : handle_hello(connection, *payload);
     }
   }
 
   void handle_hello(Connection& connection, std::string_view payload) {
     if (!payload.starts_with(store_magic_of_any_version)) return drop(connection);
-    auto greeting = StoreGreeting::welcome;
-    if (!payload.starts_with(store_magic))
-      greeting = StoreGreeting::wrong_version;
-    else if (!same_secret(payload.substr(store_magic.size())))
-      greeting = StoreGreeting::wrong_secret;
-    connection.greeted = greeting == StoreGreeting::welcome;
-    if (!connection.greeted) note_refusal(connection, greeting);
-    connection.closing = !connection.greeted;
-    send(connection, FrameWriter().raw(store_magic).byte(static_cast<std::uint8_t>(greeting)).take());
-  }
-
-  void note_refusal(const Connection& connection, StoreGreeting greeting) {
-    SocketAddress peer;
-    getpeername(connection.fd.get(), peer.get(), &peer.length);
-    run_.note_stranger(
-        detail::formatted("a process at {} was refused because {}", peer.text(),
-                          greeting == StoreGreeting::wrong_secret
-                              ? "its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
-                              : "its version of lockstep differs: build all ranks with one"));
+    const bool version = payload.starts_with(store_magic);
+    const bool welcome = version && same_secret(payload.substr(store_magic.size()));
+    connection.state = welcome ? Connection::greeted : Connection::refused;
+    if (welcome) {
+      strangers_.erase(connection.number);
+    } else {
+      SocketAddress peer;
+      getpeername(connection.socket.fd.get(), peer.get(), &peer.length);
+      run_.note_stranger(formatted("a process at {} was refused because its {}", peer.text(),
+                                   version
+                                       ? "LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
+                                       : "version of lockstep differs: build all ranks with one"));
+    }
+    send(connection,
+         FrameWriter().raw(store_magic).value(welcome ? StoreStatus::done : StoreStatus::refused).take());
   }
 
   // Compares in constant time, so that the time does not reveal a partial match.
@@ -296,75 +251,56 @@ class StoreServer {
     FrameReader reader(payload);
     const auto id = reader.integer();
     const auto operation = static_cast<StoreOperation>(reader.byte());
+    std::vector<std::string_view> keys, values;
+    std::string_view key, expected, desired;
+    std::int64_t amount = 0;
+    const auto read = [&](auto&... arguments) {
+      (reader.value(arguments), ...);
+      return reader.whole();
+    };
     switch (operation) {
-      case StoreOperation::set: {
-        auto keys = reader.texts(), values = reader.texts();
-        if (!reader.whole() || keys.size() != values.size()) return drop(connection);
-        std::size_t together = 0;  // of the values before
-        for (std::size_t i = 0; i < keys.size(); ++i) {
-          if (const auto problem = refusal(keys[i], values[i].size(), together); !problem.empty())
-            return refuse(connection, id, problem);
-          together += entry_bytes(keys[i], values[i].size());
-        }
-        for (std::size_t i = 0; i < keys.size(); ++i) put(keys[i], std::move(values[i]));
-        reply(connection, id);
-        for (const std::string& key : keys) wake_waiting(key);
+      case StoreOperation::set:
+        if (!read(keys, values) || keys.size() != values.size()) return drop(connection);
+        if (!put(keys, values)) return refuse(connection, id, full);
+        reply(connection, id, "");
+        for (const auto one : keys) wake_waiting(one);
         return;
-      }
       case StoreOperation::get:
-      case StoreOperation::wait: {
-        Parked request{connection.number, id, operation, reader.texts()};
-        if (!reader.whole()) return drop(connection);
-        return answer_or_park(connection, std::move(request));
-      }
-      case StoreOperation::check: {
-        const auto keys = reader.texts();
-        if (!reader.whole()) return drop(connection);
-        const bool all =
-            std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return values_.contains(key); });
-        return reply(connection, id, [&](FrameWriter& out) { out.byte(all ? 1 : 0); });
-      }
-      case StoreOperation::add: {
-        const std::string key(reader.text());
-        const auto amount = static_cast<std::int64_t>(reader.integer());
-        if (!reader.whole()) return drop(connection);
+      case StoreOperation::wait:
+        if (!read(keys)) return drop(connection);
+        return answer_or_park(connection, {connection.number, id, operation, {keys.begin(), keys.end()}});
+      case StoreOperation::check:
+        if (!read(keys)) return drop(connection);
+        return reply(
+            connection, id,
+            encoded(std::all_of(keys.begin(), keys.end(), [&](auto one) { return values_.contains(one); })));
+      case StoreOperation::add:
+        if (!read(key, amount)) return drop(connection);
         return add(connection, id, key, amount);
-      }
       case StoreOperation::compare_set: {
-        const std::string key(reader.text()), expected(reader.text());
-        std::string desired(reader.text());
-        if (!reader.whole()) return drop(connection);
-        return compare_set(connection, id, key, expected, std::move(desired));
+        if (!read(key, expected, desired)) return drop(connection);
+        const auto found = values_.find(key);
+        const bool missing = found == values_.end();
+        if (missing ? expected.empty() : found->second == expected)
+          return change(connection, id, key, desired, desired);
+        return reply(connection, id, missing ? expected : found->second);
       }
       case StoreOperation::erase: {
-        const std::string key(reader.text());
-        if (!reader.whole()) return drop(connection);
-        const auto found = values_.find(key);
-        const bool erased = found != values_.end();
-        if (erased) {
-          bytes_ -= entry_bytes(key, found->second.size());
-          values_.erase(found);
-        }
-        return reply(connection, id, [&](FrameWriter& out) { out.byte(erased ? 1 : 0); });
+        if (!read(key)) return drop(connection);
+        const auto erased = values_.extract(std::string(key));
+        if (!erased.empty()) bytes_ -= entry_bytes(key, erased.mapped());
+        return reply(connection, id, encoded(!erased.empty()));
       }
       case StoreOperation::append: {
-        const std::string key(reader.text()), tail(reader.text());
-        if (!reader.whole()) return drop(connection);
+        if (!read(key, desired)) return drop(connection);
         const auto found = values_.find(key);
-        if (const auto problem = put(key, (found == values_.end() ? std::string() : found->second) + tail);
-            !problem.empty())
-          return refuse(connection, id, problem);
-        reply(connection, id);
-        return wake_waiting(key);
+        const std::string before = found == values_.end() ? std::string() : found->second;
+        return change(connection, id, key, before + std::string(desired), "");
       }
       case StoreOperation::cancel: {
         const auto cancelled = reader.integer();
         if (!reader.whole()) return drop(connection);
-        for (auto& [key, parked] : waiting_)
-          std::erase_if(parked, [&](const Parked& one) {
-            return one.connection == connection.number && one.id == cancelled;
-          });
-        std::erase_if(waiting_, [](const auto& known) { return known.second.empty(); });
+        forget([&](const Parked& one) { return one.connection == connection.number && one.id == cancelled; });
         return run_.cancel(connection.number, cancelled);
       }
       default:
@@ -372,61 +308,43 @@ class StoreServer {
     }
   }
 
-  void add(Connection& connection, std::uint64_t id, const std::string& key, std::int64_t amount) {
+  void add(Connection& connection, std::uint64_t id, std::string_view key, std::int64_t amount) {
     std::int64_t sum = 0;
-    std::string problem;
     if (const auto found = values_.find(key); found != values_.end()) {
       const char* const end = found->second.data() + found->second.size();
       const auto [stop, error] = std::from_chars(found->second.data(), end, sum);
-      if (error != std::errc{} || stop != end || found->second.empty())
-        problem = "the value is not an integer that can be added to";
+      if (error != std::errc{} || stop != end)
+        return refuse(connection, id, "the value is not an integer that can be added to");
     }
-    if (problem.empty() && __builtin_add_overflow(sum, amount, &sum))
-      problem = "the sum would not fit in 64 bits";
-    if (problem.empty()) problem = put(key, std::to_string(sum));
-    if (!problem.empty()) return refuse(connection, id, problem);
-    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(sum)); });
-    wake_waiting(key);
-  }
-
-  void compare_set(Connection& connection, std::uint64_t id, const std::string& key,
-                   const std::string& expected, std::string desired) {
-    const auto found = values_.find(key);
-    const bool missing = found == values_.end();
-    if (missing ? expected.empty() : found->second == expected) {
-      if (const auto problem = put(key, desired); !problem.empty()) return refuse(connection, id, problem);
-      reply(connection, id, [&](FrameWriter& out) { out.raw(desired); });
-      wake_waiting(key);
-    } else {
-      reply(connection, id, [&](FrameWriter& out) { out.raw(missing ? expected : found->second); });
-    }
+    if (__builtin_add_overflow(sum, amount, &sum))
+      return refuse(connection, id, "the sum would not fit in 64 bits");
+    change(connection, id, key, std::to_string(sum), encoded(sum));
   }
 
   // The memory of a key with a value: that of its node and its place in the table, too.
-  static std::size_t entry_bytes(const std::string& key, std::size_t value) {
-    return key.size() + value + 128;
+  static std::size_t entry_bytes(std::string_view key, std::string_view value) {
+    return key.size() + value.size() + 128;
   }
-  [[nodiscard]] std::size_t bytes_of(const std::string& key) const {
-    const auto found = values_.find(key);
-    return found == values_.end() ? 0 : entry_bytes(key, found->second.size());
+  // Sets all values, or none where there is no room for them beside those that they replace. Returns whether it has.
+  bool put(const std::vector<std::string_view>& keys, const std::vector<std::string_view>& values) {
+    std::size_t more = 0;
+    for (std::size_t i = 0; i < keys.size(); ++i) more += entry_bytes(keys[i], values[i]);
+    if (bytes_ + more > max_store_bytes) return false;
+    bytes_ += more;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      const auto [known, added] = values_.try_emplace(std::string(keys[i]));
+      if (!added) bytes_ -= entry_bytes(keys[i], known->second);
+      known->second = values[i];
+    }
+    return true;
   }
-  // Returns why a value of this size must not be set beside others that take `together` bytes; empty if it may be.
-  [[nodiscard]] std::string refusal(const std::string& key, std::size_t value,
-                                    std::size_t together = 0) const {
-    if (key.size() > max_key_bytes)
-      return detail::formatted("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
-    if (value > max_frame_bytes - 64 ||
-        bytes_ - bytes_of(key) + together + entry_bytes(key, value) > max_store_bytes)
-      return detail::formatted("the value of {} bytes is too large", value);
-    return {};
-  }
-  // Sets a value. Returns the reason if it must not be set.
-  std::string put(const std::string& key, std::string value) {
-    std::string problem = refusal(key, value.size());
-    if (!problem.empty()) return problem;
-    bytes_ += entry_bytes(key, value.size()) - bytes_of(key);
-    values_.insert_or_assign(key, std::move(value));
-    return problem;
+
+  // Sets a value, replies with `result`, and answers the requests that have waited for the key.
+  void change(Connection& connection, std::uint64_t id, std::string_view key, std::string_view value,
+              std::string_view result) {
+    if (!put({key}, {value})) return refuse(connection, id, full);
+    reply(connection, id, result);
+    wake_waiting(key);
   }
 
   void answer_or_park(Connection& connection, Parked request) {
@@ -435,85 +353,60 @@ class StoreServer {
         waiting_[key].push_back(std::move(request));
         return;
       }
-    if (request.operation == StoreOperation::wait) return reply(connection, request.id);
-    std::size_t total = 0;
-    for (const std::string& key : request.keys) total += values_[key].size() + 4;
-    if (total > max_frame_bytes - 64)
-      return refuse(connection, request.id, detail::formatted("the values have {} bytes together", total));
-    reply(connection, request.id, [&](FrameWriter& out) {
-      for (const std::string& key : request.keys) out.text(values_[key]);
-    });
+    FrameWriter values;
+    if (request.operation == StoreOperation::get)
+      for (const std::string& key : request.keys)
+        if (values.payload().size() < max_frame_bytes) values.text(values_.at(key));
+    if (values.payload().size() > max_frame_bytes - 16)
+      return refuse(connection, request.id, "the values together are too large");
+    reply(connection, request.id, values.payload());
   }
 
-  void wake_waiting(const std::string& key) {
-    auto waiting = waiting_.extract(key);
+  void wake_waiting(std::string_view key) {
+    auto waiting = waiting_.extract(std::string(key));
     if (waiting.empty()) return;
-    for (Parked& request : waiting.mapped()) {
-      const auto found = connections_.find(request.connection);
-      if (found == connections_.end()) continue;
-      answer_or_park(*found->second, std::move(request));
-      update_interest(*found->second);
-    }
+    for (Parked& request : waiting.mapped())
+      if (const auto found = connections_.find(request.connection); found != connections_.end())
+        answer_or_park(found->second, std::move(request));
   }
 
-  void reply(Connection& connection, std::uint64_t id) {
-    reply(connection, id, [](FrameWriter&) {});
-  }
-  template <class Fill>
-  void reply(Connection& connection, std::uint64_t id, Fill fill) {
-    FrameWriter frame;
-    frame.integer(id).byte(static_cast<std::uint8_t>(StoreStatus::done));
-    fill(frame);
-    send(connection, frame.take());
+  void reply(Connection& connection, std::uint64_t id, std::string_view result,
+             StoreStatus status = StoreStatus::done) {
+    send(connection, FrameWriter().integer(id).value(status).raw(result).take());
   }
   void refuse(Connection& connection, std::uint64_t id, std::string_view reason) {
-    send(connection,
-         FrameWriter().integer(id).byte(static_cast<std::uint8_t>(StoreStatus::refused)).raw(reason).take());
+    reply(connection, id, reason, StoreStatus::refused);
   }
 
   void send(Connection& connection, const std::string& frame) {
-    connection.out += frame;
-    send_pending(connection);
+    const bool idle = connection.socket.out.empty();
+    connection.socket.out += frame;
+    if (idle) send_pending(connection);
   }
 
   void send_pending(Connection& connection) {
-    while (connection.fd.open() && connection.sent < connection.out.size()) {
-      const ssize_t length = ::send(connection.fd.get(), connection.out.data() + connection.sent,
-                                    connection.out.size() - connection.sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (length > 0) {
-        connection.sent += static_cast<std::size_t>(length);
-      } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        return;
-      } else if (errno != EINTR) {
-        return drop(connection);
-      }
-    }
-    connection.out.clear();
-    connection.sent = 0;
-    if (connection.closing) drop(connection);
+    if (!connection.socket.send()) return drop(connection);
+    if (connection.socket.to_send() > 0) return expect(connection, EPOLLOUT);
+    connection.state == Connection::refused ? drop(connection) : expect(connection, EPOLLIN);
   }
 
-  void update_interest(Connection& connection) {
-    if (!connection.fd.open()) return;
-    const std::uint32_t wanted = connection.out.empty() ? EPOLLIN : EPOLLOUT;
-    if (wanted == connection.interest) return;
-    epoll_event event{};
-    event.events = connection.interest = wanted;
-    event.data.u64 = connection.number;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.fd.get(), &event);
+  // A client that does not read its replies is not read from.
+  void expect(Connection& connection, std::uint32_t interest) {
+    if (!connection.socket.fd.open() || std::exchange(connection.interest, interest) == interest) return;
+    watch(EPOLL_CTL_MOD, connection.socket.fd.get(), connection.number, interest);
   }
 
   Listener listener_;
   const std::string secret_;
-  const std::chrono::milliseconds hello_timeout_;
+  const Milliseconds hello_timeout_;
   RunState run_;
   Descriptor epoll_, wake_, reserve_;
-  std::unordered_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
-  std::deque<Stranger> strangers_;  // by age; some may have been greeted since
+  std::unordered_map<std::uint64_t, Connection> connections_;  // by numbers that grow
+  std::map<std::uint64_t, Clock::time_point> strangers_;       // until when those may still greet
   std::vector<std::uint64_t> dropped_;
   std::uint64_t next_number_ = 2;
-  std::unordered_map<std::string, std::string> values_;
-  std::size_t bytes_ = 0;
+  std::map<std::string, std::string, std::less<>> values_;
+  std::size_t bytes_ = 0;                                         // of all keys and values
   std::unordered_map<std::string, std::vector<Parked>> waiting_;  // by their first missing key
   std::thread thread_;
   const pid_t owner_ = getpid();

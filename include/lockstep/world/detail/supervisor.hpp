@@ -10,92 +10,197 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/handled_signals.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
+#include "lockstep/world/detail/process.hpp"
+#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/launch_options.hpp"
 
+extern "C" char** environ;  // NOLINT: POSIX declares it in no header
+
 namespace lockstep::detail {
+
+struct Pipe {
+  Descriptor read, write;
+};
+
+/// Creates a pipe that no other child inherits. Its read end is non-blocking. Throws Error.
+inline Pipe make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw Error(formatted("cannot make a pipe: {}", std::strerror(errno)));
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  return {Descriptor(ends[0]), Descriptor(ends[1])};
+}
+
+/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
+/// receive printed output.
+inline void fill_standard_descriptors() {
+  for (int number : {0, 1, 2})
+    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
+      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
+      if (opened > 2) ::close(opened);
+    }
+}
+
+/// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was
+/// replaced. Throws Error if /proc is not mounted.
+inline std::string own_program() {
+  const std::string running = "/proc/self/exe";
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink(running, error);
+  if (error)
+    throw Error(
+        formatted("cannot find this program's own file, to start it once for each rank: {}: {}. Mount "
+                  "/proc (`mount -t proc proc /proc`), or start the ranks with torchrun",
+                  running, error.message()));
+  return std::filesystem::equivalent(path, running, error) ? path.string() : running;
+}
+
+/// Returns this process's environment with `changes` applied: "NAME=value" sets, "NAME" removes.
+inline std::vector<std::string> changed_environment(const std::vector<std::string>& changes) {
+  const auto name_of = [](std::string_view entry) { return entry.substr(0, entry.find('=')); };
+  std::vector<std::string> result;
+  for (char** entry = environ; *entry != nullptr; ++entry)
+    if (std::none_of(changes.begin(), changes.end(),
+                     [&](const auto& change) { return name_of(change) == name_of(*entry); }))
+      result.emplace_back(*entry);
+  for (const auto& change : changes)
+    if (change.find('=') != std::string::npos) result.push_back(change);
+  return result;
+}
+
+inline std::vector<char*> as_c_strings(const std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  for (const auto& text : strings) pointers.push_back(const_cast<char*>(text.c_str()));
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+/// Starts `program` in its own process group. The kernel kills it when the calling thread ends for any
+/// reason. It gets three descriptors as 0, 1 and 2, and keeps `report_to`. `mask` is its initial signal mask.
+/// Throws Error.
+inline pid_t start_child(const std::string& program, const std::vector<std::string>& arguments,
+                         const std::vector<std::string>& environment, const int (&descriptors)[3],
+                         int report_to, const sigset_t& mask) {
+  // Allocate before the fork: another thread may hold the allocator's lock.
+  const auto argv = as_c_strings(arguments);
+  const auto envp = as_c_strings(environment);
+  auto report = report_of({.code = 127, .message = "the program could not be executed again: "});
+  report.reserve(report.size() + 256);
+  const pid_t parent = getpid();
+  // Until the child has reset this process's handlers, a signal would run them in the child.
+  sigset_t all, own;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &own);
+  const pid_t child = fork();
+  if (child != 0) {
+    const int reason = errno;
+    pthread_sigmask(SIG_SETMASK, &own, nullptr);
+    if (child < 0)
+      throw Error(formatted("cannot start a process: {}: start fewer, or raise `ulimit -u` or the memory",
+                            std::strerror(reason)));
+    setpgid(child, child);  // in parent and child: the group exists for both, whichever runs first
+    return child;
+  }
+  setpgid(0, 0);
+  if (!die_with_parent(parent)) _exit(127);
+  for (int number : {0, 1, 2}) dup2(descriptors[number], number);
+  fcntl(report_to, F_SETFD, 0);
+  for (int number = 1; number < NSIG; ++number) {
+    struct sigaction action {};
+    if (sigaction(number, nullptr, &action) == 0 && action.sa_handler != SIG_IGN &&
+        action.sa_handler != SIG_DFL)
+      signal(number, SIG_DFL);
+  }
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
+  execve(program.c_str(), argv.data(), envp.data());
+  // strerror takes locks, which another thread of the parent may have held at the fork.
+  if (const char* why = strerrordesc_np(errno)) report += why;
+  if (write(report_to, report.data(), report.size()) < 0) {  // nobody reads it
+  }
+  _exit(127);
+}
 
 /// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
 /// handler may still run in another thread when its scope ends.
 inline const Pipe& signal_pipe() {
-  static const Pipe pipe = [] {
-    Pipe made = make_pipe();
-    fcntl(made.write.get(), F_SETFL, O_NONBLOCK);
-    return made;
-  }();
+  static const Pipe pipe = make_pipe();
   return pipe;
 }
-
-inline std::atomic<int> signal_pipe_end{-1};
-static_assert(std::atomic<int>::is_always_lock_free, "the signal handler reads it");
 
 extern "C" inline void lockstep_write_signal(int number) {
   const int saved = errno;
   const auto byte = static_cast<unsigned char>(number);
-  if (write(signal_pipe_end.load(), &byte, 1) < 0) {  // full: enough signals are pending
+  if (write(signal_pipe().write.get(), &byte, 1) < 0) {  // full: enough signals are pending
   }
   errno = saved;
 }
 
 /// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
-/// descriptor, whichever thread receives them. A signalfd would need the signals blocked in every thread,
-/// including threads that LibTorch or the program started earlier. Ignored signals stay ignored (`nohup`,
-/// background jobs of a shell). At most one SignalScope lives at a time.
-class SignalScope {
+/// descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in
+/// those of LibTorch. Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and
+/// SIGXCPU are left to a handler of the program, whose timer must not end the ranks. Orphaned descendants
+/// become children of this process, which reaps them; the first process of a container may not. At most one
+/// lives at a time.
+class LauncherScope {
  public:
-  SignalScope() {
-    signal_pipe_end = signal_pipe().write.get();
+  LauncherScope() {
+    prctl(PR_GET_CHILD_SUBREAPER, &subreaper_before_);
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    fcntl(signal_pipe().write.get(), F_SETFL, O_NONBLOCK);  // makes it, which a handler must not
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
     pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
     for (std::size_t i = 0; i < handled_signals.size(); ++i) {
-      sigaction(handled_signals[i], nullptr, &before_[i]);
+      const int number = handled_signals[i];
+      sigaction(number, nullptr, &before_[i]);
+      const auto handler = before_[i].sa_handler;
       // With SIGCHLD ignored, the kernel would reap the ranks.
-      if (before_[i].sa_handler == SIG_IGN && handled_signals[i] != SIGCHLD) continue;
-      if (is_left_to_program(handled_signals[i], before_[i])) continue;
+      if (handler == SIG_IGN && number != SIGCHLD) continue;
+      if ((number == SIGALRM || number == SIGXCPU) && handler != SIG_DFL) continue;
       struct sigaction action {};
       action.sa_handler = lockstep_write_signal;
       action.sa_flags = SA_RESTART;  // restart other threads' system calls
-      sigaction(handled_signals[i], &action, nullptr);
+      sigaction(number, &action, nullptr);
     }
   }
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
-  ~SignalScope() {
+  LauncherScope(const LauncherScope&) = delete;
+  LauncherScope& operator=(const LauncherScope&) = delete;
+  ~LauncherScope() {
     for (std::size_t i = 0; i < handled_signals.size(); ++i)
       sigaction(handled_signals[i], &before_[i], nullptr);
     pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
-    while (next() != 0) {
+    while (next_signal() != 0) {
     }
+    prctl(PR_SET_CHILD_SUBREAPER, subreaper_before_);
   }
 
   /// Returns the next pending signal, 0 if there is none.
-  [[nodiscard]] int next() const {
+  [[nodiscard]] int next_signal() const {
     unsigned char number = 0;
-    ssize_t length = 0;
-    do length = read(descriptor(), &number, 1);
-    while (length < 0 && errno == EINTR);
-    return length == 1 ? number : 0;
+    while (read(descriptor(), &number, 1) < 0 && errno == EINTR) {
+    }
+    return number;
   }
   [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
   /// Returns the initial signal mask for children.
@@ -104,106 +209,58 @@ class SignalScope {
  private:
   sigset_t mask_before_{};
   std::array<struct sigaction, handled_signals.size()> before_{};
-};
-
-/// While it lives, orphaned descendants become children of this process, which can wait for them. Otherwise
-/// they would remain zombies until the first process of a container reaps them.
-class SubreaperScope {
- public:
-  SubreaperScope() {
-    prctl(PR_GET_CHILD_SUBREAPER, &before_);
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
-  }
-  SubreaperScope(const SubreaperScope&) = delete;
-  SubreaperScope& operator=(const SubreaperScope&) = delete;
-  ~SubreaperScope() { prctl(PR_SET_CHILD_SUBREAPER, before_); }
-
- private:
-  int before_ = 0;
-};
-
-/// A process that failed, with its own report or one derived from its exit status.
-struct Suspect {
-  std::size_t child = 0;
-  Failure failure;
-  bool killed = false;  ///< by an external SIGKILL, which is never a consequence
+  int subreaper_before_ = 0;
 };
 
 inline std::string signal_name(int number) {
-  const char* name = sigabbrev_np(number);
-  return name ? detail::formatted("SIG{}", name) : detail::formatted("signal {}", number);
+  const char* name = sigabbrev_np(number);  // null for a real-time signal
+  return "SIG" + (name ? name : std::to_string(number));
 }
 
-/// Returns the Suspect of a process that ended with `status` and without a report.
-inline Suspect suspect_by_status(std::size_t child, int status) {
-  const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-  Failure failure{.kind = FailureKind::died, .time = monotonic_nanoseconds()};
-  if (WIFSIGNALED(status)) {
-    failure.code = 128 + WTERMSIG(status);
-    failure.message =
-        formatted("died ({}{})", signal_name(WTERMSIG(status)), killed ? ", perhaps for lack of memory" : "");
-  } else {
-    failure.code = WEXITSTATUS(status);
-    failure.message = formatted("ended with exit code {}", WEXITSTATUS(status));
-  }
-  return {child, std::move(failure), killed};
+/// Returns the failure of a rank whose process ended at `time` with `status` and without a report.
+inline Failure failure_by_status(int rank, pid_t pid, int status, std::int64_t time) {
+  const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+  const char* why = number == SIGKILL ? ", perhaps for lack of memory" : "";
+  return {.kind = FailureKind::died,
+          .rank = rank,
+          .pid = pid,
+          .code = number == 0 ? WEXITSTATUS(status) : 128 + number,
+          .message = number == 0 ? formatted("ended with exit code {}", WEXITSTATUS(status))
+                                 : formatted("died ({}{})", signal_name(number), why),
+          .time = time};
 }
 
-/// Decides which of several failures was the first. A rank that dies makes other ranks fail, and their
-/// reports may arrive before its death is seen. So a killed process ranks before all others, a cause before a
-/// consequence, and otherwise the earlier failure first. A consequence waits for its cause.
-class FirstFailure {
- public:
-  using Clock = std::chrono::steady_clock;
+/// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
+/// since the first report. A rank that dies makes other ranks fail, and their reports may arrive before its
+/// death is seen. So a killed process ranks before all others, a cause before a consequence, and otherwise
+/// the earlier failure first. A consequence waits 2 s for its cause.
+inline const Failure* first_failure(const std::vector<Failure>& failures, std::chrono::nanoseconds waited) {
+  const auto order = [](const Failure& failure) {
+    if (failure.kind == FailureKind::died && failure.code == 128 + SIGKILL) return 0;
+    return failure.kind == FailureKind::consequence ? 2 : 1;
+  };
+  const auto first = std::min_element(failures.begin(), failures.end(), [&](const auto& a, const auto& b) {
+    return std::pair(order(a), a.time) < std::pair(order(b), b.time);
+  });
+  if (first == failures.end()) return nullptr;
+  constexpr std::chrono::milliseconds settling[] = {
+      {}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
+  return waited < settling[order(*first)] ? nullptr : &*first;
+}
 
-  /// `cause_delay` is how long a consequence waits for a cause.
-  explicit FirstFailure(std::chrono::milliseconds cause_delay) : cause_delay_(cause_delay) {}
-
-  void add(Suspect suspect, Clock::time_point now = Clock::now()) {
-    if (suspects_.empty()) since_ = now;
-    suspects_.push_back(std::move(suspect));
-  }
-
-  [[nodiscard]] bool open() const { return !suspects_.empty(); }
-
-  /// Returns the first failure once it is decided. `last` means that no process is left that could fail.
-  [[nodiscard]] std::optional<Suspect> first(bool last, Clock::time_point now = Clock::now()) const {
-    if (suspects_.empty()) return std::nullopt;
-    const auto place = [](const Suspect& suspect) {
-      const int order = suspect.killed ? 0 : suspect.failure.kind == FailureKind::consequence ? 2 : 1;
-      return std::pair(order, suspect.failure.time);
-    };
-    const auto& earliest =
-        *std::min_element(suspects_.begin(), suspects_.end(),
-                          [&](const auto& a, const auto& b) { return place(a) < place(b); });
-    const auto wait = earliest.failure.kind == FailureKind::consequence ? cause_delay_ : settling;
-    if (!earliest.killed && !last && now - since_ < wait) return std::nullopt;
-    return earliest;
-  }
-
- private:
-  // A death may be seen shortly after the report that it caused.
-  static constexpr std::chrono::milliseconds settling{50};
-
-  std::chrono::milliseconds cause_delay_;
-  std::vector<Suspect> suspects_;
-  Clock::time_point since_;
-};
-
-/// Returns the failure that a launcher reports, given the ranks that had ended before with exit code 0: one of them is
-/// the cause if `failure` blames it or waited for it alone. Removes it from `gone`.
+/// Returns the failure that a launcher reports, given the ranks that had ended before with exit code 0: one
+/// of them is the cause if `failure` blames it or waited for it alone. Removes it from `gone`.
 inline Failure judged(Failure failure, std::vector<int>& gone) {
   const bool blames = failure.kind == FailureKind::consequence || failure.kind == FailureKind::timed_out;
-  if (!blames || std::erase(gone, failure.cause) == 0) return failure;
-  Failure left =
-      consequence_of(ended_early(failure.cause, failure.rank, failure.call), failure.rank, failure.call);
-  left.pid = failure.pid;
-  left.code = failure.code;
-  left.time = failure.time;
-  return left;
+  if (blames && std::erase(gone, failure.cause) > 0) {
+    failure.message = ended_early(failure.cause, failure.rank, failure.call).message;
+    failure.kind = FailureKind::consequence;
+    failure.cause_kind = FailureKind::left_early;
+  }
+  return failure;
 }
 
-/// A process to start: its rank for messages, and the changes to its environment ("NAME=value" sets, "NAME" removes).
+/// A process to start: its rank for messages, and the changes to its environment, see changed_environment.
 struct Job {
   int rank = 0;
   std::vector<std::string> environment;
@@ -212,19 +269,16 @@ struct Job {
 struct SupervisorOptions {
   std::string program = own_program();
   std::vector<std::string> arguments;
-  std::vector<Job> jobs;
+  std::vector<Job> jobs;  ///< by rank
   Prefix prefix = Prefix::automatic;
   /// The time from SIGTERM to SIGKILL.
   std::chrono::milliseconds grace{3000};
-  /// The timeout of ranks that handle a forwarded signal: until the first of them ends, and from then until
-  /// the last one ends.
+  /// The timeout of ranks that handle a forwarded signal, until the first and from then until the last ends.
   std::chrono::milliseconds interrupt_grace{30000};
-  /// How long a consequence waits for its cause.
-  std::chrono::milliseconds cause_delay{2000};
   /// Called once after all processes are started, before any of their output is read.
   std::function<void()> started = [] {};
-  /// Called once, when the first failure is known or when a rank has ended by a forwarded signal. Its message is that of
-  /// the rank.
+  /// Called once, when the first failure is known or when a rank has ended by a forwarded signal. Its message
+  /// is that of the rank.
   std::function<void(const Failure&)> failed = [](const Failure&) {};
   /// Called for each rank that ends with exit code 0 while no failure is known. Must not throw.
   std::function<void(int rank)> ended_well = [](int) {};
@@ -236,124 +290,110 @@ class Supervisor {
  public:
   explicit Supervisor(SupervisorOptions options)
       : options_(std::move(options)),
-        relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1, isatty(2) == 1,
-               [this](int sink, std::string_view bytes) { output_.put(sink, bytes); }),
-        first_failure_(options_.cause_delay) {}
+        relay_(options_.jobs.at(0).rank, options_.jobs.size(), options_.prefix, isatty(1) == 1,
+               isatty(2) == 1, [this](int sink, std::string_view bytes) { output_.put(sink, bytes); }) {}
 
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
-    SignalScope signals;
-    const SubreaperScope subreaper;
+    LauncherScope scope;
     try {
-      start(signals);
+      start(scope);
       options_.started();
     } catch (...) {
       kill_all(SIGKILL);
       for (const auto& child : children_) waitpid(child.pid, nullptr, 0);
       throw;
     }
-    while (alive() > 0) {
-      wait_for_events(signals);
+    while (alive()) {
+      wait_for_events(scope);
       reap();
       read_all();
       judge();
       enforce();
     }
+    read_all();
     relay_.tick(Clock::now() + std::chrono::hours(1));
-    drain(signals);
+    drain(scope);
     reap_left();
     return exit_code();
   }
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr auto never = Clock::time_point::max();
 
   struct Child {
     int rank = 0;
     pid_t pid = 0;
-    Descriptor out, error, report;
-    std::string report_bytes;
-    bool reported = false;  // it has reported its own failure
-    bool ended = false;
+    Descriptor streams[2] = {};  // its stdout and stderr
+    Descriptor report = {};
+    std::string report_bytes = {};
     bool ordered_to_end = false;
+    bool ended = false;
     int status = 0;
     std::int64_t ended_at = 0;
+
+    [[nodiscard]] bool reported() const { return !report_bytes.empty(); }
   };
 
-  static std::vector<int> ranks(const std::vector<Job>& jobs) {
-    std::vector<int> result;
-    for (const auto& job : jobs) result.push_back(job.rank);
-    return result;
-  }
-
-  void start(const SignalScope& signals) {
+  void start(const LauncherScope& scope) {
     Descriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
-    children_.reserve(options_.jobs.size());
     for (const Job& job : options_.jobs) {
       auto out = make_pipe(), error = make_pipe(), report = make_pipe();
       auto changes = job.environment;
-      changes.push_back(detail::formatted("LOCKSTEP_REPORT_FD={}", report.write.get()));
+      changes.push_back(formatted("LOCKSTEP_REPORT_FD={}", report.write.get()));
       // The kernel stops a process outside the terminal's foreground group that reads from the terminal.
       const int in = children_.empty() && isatty(0) != 1 ? 0 : nothing.get();
-      Child child;
-      child.rank = job.rank;
-      child.pid =
+      const pid_t pid =
           start_child(options_.program, options_.arguments, changed_environment(changes),
-                      {in, out.write.get(), error.write.get(), report.write.get()}, signals.mask_before());
-      child.out = std::move(out.read);
-      child.error = std::move(error.read);
-      child.report = std::move(report.read);
-      children_.push_back(std::move(child));
+                      {in, out.write.get(), error.write.get()}, report.write.get(), scope.mask_before());
+      children_.push_back(
+          {job.rank, pid, {std::move(out.read), std::move(error.read)}, std::move(report.read)});
     }
   }
 
-  [[nodiscard]] std::size_t alive() const {
-    return static_cast<std::size_t>(
-        std::count_if(children_.begin(), children_.end(), [](const Child& child) { return !child.ended; }));
+  [[nodiscard]] bool alive() const {
+    return std::any_of(children_.begin(), children_.end(), [](const Child& child) { return !child.ended; });
   }
 
-  void wait_for_events(const SignalScope& signals) {
-    std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
+  void wait_for_events(const LauncherScope& scope) {
+    std::vector<pollfd> polled{{scope.descriptor(), POLLIN, 0}};
     for (std::size_t i = 0; i < children_.size(); ++i) {
-      const auto& child = children_[i];
-      if (child.out.open() && !output_.full(1) && !relay_.full(2 * i))
-        polled.push_back({child.out.get(), POLLIN, 0});
-      if (child.error.open() && !holding_errors() && !output_.full(2) && !relay_.full(2 * i + 1))
-        polled.push_back({child.error.get(), POLLIN, 0});
-      if (child.report.open()) polled.push_back({child.report.get(), POLLIN, 0});
+      for (std::size_t stream : {0, 1})
+        if (is_read(i, stream)) polled.push_back({children_[i].streams[stream].get(), POLLIN, 0});
+      if (children_[i].report.open()) polled.push_back({children_[i].report.get(), POLLIN, 0});
     }
     output_.poll_for(polled);
     // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
-    poll(polled.data(), polled.size(), first_failure_.open() || interrupted_ != 0 ? 20 : 100);
+    poll(polled.data(), polled.size(), !failures_.empty() || interrupted_ != 0 ? 20 : 100);
     output_.write_ready();
-    if (output_.broken() && !decided_ && interrupted_ == 0) {
+    if (output_.broken() && !failure_ && interrupted_ == 0) {
       // The reader of our output is gone (`| head`): end quietly, as a single program would.
-      told_ = Clock::now();
       interrupted_ = SIGPIPE;
-      first_end_ = Clock::now();
+      count_end();
       order_end(SIGTERM);
     }
-    read_signals(signals);
+    read_signals(scope);
     relay_.tick();
   }
 
-  void read_signals(const SignalScope& signals) {
-    while (const int number = signals.next()) {
+  void read_signals(const LauncherScope& scope) {
+    while (const int number = scope.next_signal()) {
       if (number == SIGCHLD || number == SIGPIPE) continue;
       if (number == SIGTSTP) {
         kill_all(SIGSTOP);
         raise(SIGSTOP);
         kill_all(SIGCONT);
       } else if (number == SIGUSR1 || number == SIGUSR2) {
-        noted_ = Clock::now();
+        noted_until_ = Clock::now() + options_.interrupt_grace;
         kill_all(number);
       } else if (number == SIGHUP && std::exchange(hung_up_, true)) {
         // A closing terminal sends two: one from the kernel and one from its shell.
-      } else if (++told_times_; interrupted_ == number || told_times_ > 2) {
+      } else if (++interruptions_; interrupted_ == number || interruptions_ > 2) {
         order_end(SIGKILL);
       } else {
-        told_ = Clock::now();
         interrupted_ = number;
+        ending_until_ = limit_ == never ? Clock::now() + options_.interrupt_grace : never;
         kill_all(number);
         kill_all(SIGCONT);  // a stopped process would not see it
       }
@@ -362,17 +402,10 @@ class Supervisor {
 
   // Writes the remaining output. Waits for the readers without a limit, unless the run was interrupted or is
   // interrupted now.
-  void drain(const SignalScope& signals) {
-    const auto begin = Clock::now();
-    const int told = told_times_;
-    while (!output_.empty() && told_times_ == told) {
-      if (interrupted_ != 0 && Clock::now() - begin > options_.grace) return;
-      std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
-      output_.poll_for(polled);
-      poll(polled.data(), polled.size(), 100);
-      output_.write_ready();
-      read_signals(signals);
-    }
+  void drain(const LauncherScope& scope) {
+    const auto until = interrupted_ != 0 ? Clock::now() + options_.grace : never;
+    const int before = interruptions_;
+    while (!output_.empty() && interruptions_ == before && Clock::now() < until) wait_for_events(scope);
   }
 
   // Reaps orphaned descendants of the ranks, which became children of this process and were killed.
@@ -391,17 +424,15 @@ class Supervisor {
   // Ends all ranks. SIGTERM spares ranks that have reported and are about to end by themselves.
   void order_end(int number) {
     for (auto& child : children_) {
-      if (child.ended) continue;
-      if (number == SIGTERM && child.reported) continue;
+      if (child.ended || (number == SIGTERM && child.reported())) continue;
       child.ordered_to_end = true;
       kill(-child.pid, number);
-      if (number == SIGTERM) kill(-child.pid, SIGCONT);  // a stopped process would not see it
+      kill(-child.pid, SIGCONT);  // a stopped process would not see it
     }
   }
 
   void reap() {
-    for (std::size_t i = 0; i < children_.size(); ++i) {
-      auto& child = children_[i];
+    for (auto& child : children_) {
       if (child.ended) {
         waitpid(-child.pid, nullptr, WNOHANG);  // orphaned descendants
         continue;
@@ -414,69 +445,89 @@ class Supervisor {
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
       child.ended_at = monotonic_nanoseconds();
-      read_report(i);
-      // After a forwarded signal, ranks may end as they choose: by the signal or with a code of their own.
-      // A stopped rank does so as well: the signal may have reached a rank of another host.
-      const bool stopped = WIFEXITED(child.status) && WEXITSTATUS(child.status) == stopped_exit_code;
-      const bool choosing = ending() || lately(noted_) || stopped;
-      if (ending() || (choosing && child.status != 0)) first_end_ = first_end_.value_or(Clock::now());
-      const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
-      if (ending() && WIFSIGNALED(child.status) && WTERMSIG(child.status) == interrupted_ && !decided_ &&
-          !std::exchange(interruption_told_, true))
-        options_.failed({.kind = FailureKind::died,
-                         .rank = child.rank,
-                         .pid = child.pid,
-                         .code = 128 + interrupted_,
-                         .message = "ended by " + signal_name(interrupted_)});
-      if (child.status == 0 && !child.reported && !decided_) options_.ended_well(child.rank);
-      if (child.reported || child.status == 0 || child.ordered_to_end) continue;
-      if (!chosen)
-        first_failure_.add(suspect_by_status(i, child.status));
-      else if (!chose_)
-        chose_ = i;
+      read_report(child);
+      take_end(child);
     }
   }
 
-  [[nodiscard]] bool lately(const std::optional<Clock::time_point>& when) const {
-    return when && Clock::now() - *when < options_.interrupt_grace;
+  // After a forwarded signal, ranks may end as they choose: by the signal or with a code of their own.
+  // A stopped rank does so as well: the signal may have reached a rank of another host.
+  void take_end(const Child& child) {
+    const int signal = WIFSIGNALED(child.status) ? WTERMSIG(child.status) : 0;
+    const bool stopped = signal == 0 && WEXITSTATUS(child.status) == stopped_exit_code;
+    const bool asked = ending(), choosing = asked || Clock::now() < noted_until_ || stopped;
+    if (asked || (choosing && child.status != 0)) count_end();
+    auto failure = failure_by_status(child.rank, child.pid, child.status, child.ended_at);
+    if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
+    if (choosing && (signal == 0 || signal == interrupted_)) {
+      if (asked && signal != 0 && !failure_) {
+        failure.message = "ended by " + signal_name(signal);
+        tell(failure);
+      }
+    } else if (child.status != 0 && !child.reported() && !child.ordered_to_end) {
+      add(std::move(failure));
+    }
+  }
+
+  // A rank has ended, or must, as a signal asks for. The others have `interrupt_grace` from the first on.
+  void count_end() {
+    limit_ = std::min(limit_, Clock::now() + options_.interrupt_grace);
+    if (interrupted_ != 0) ending_until_ = never;
   }
   // Returns whether the ranks are ending on request. False again if no rank has obeyed in time.
-  [[nodiscard]] bool ending() const { return lately(told_) || (told_ && first_end_); }
+  [[nodiscard]] bool ending() const { return Clock::now() < ending_until_; }
 
-  void read_report(std::size_t i) {
-    auto& child = children_[i];
+  void add(Failure failure) {
+    if (failures_.empty()) failing_since_ = Clock::now();
+    failures_.push_back(std::move(failure));
+  }
+
+  // Calls `failed` once.
+  void tell(const Failure& failure) {
+    if (const auto failed = std::exchange(options_.failed, nullptr)) failed(failure);
+  }
+
+  void read_report(Child& child) {
     if (!child.report.open()) return;
-    if (!read_into(child.report, [&](std::string_view bytes) { child.report_bytes += bytes; }) || child.ended)
-      child.report.close();
-    if (child.report_bytes.empty() || child.reported) return;
-    child.reported = true;
+    const bool before = child.reported();
+    const bool more = read_into(child.report, [&](std::string_view bytes) { child.report_bytes += bytes; });
+    if (!more || child.ended) child.report.close();
+    if (before || !child.reported()) return;
     Failure failure = decode_report(child.report_bytes);
+    failure.rank = child.rank;
+    failure.pid = child.pid;
     // Ranks that end by a forwarded signal make other ranks fail, which is expected.
-    if (!ending() || failure.kind != FailureKind::consequence) first_failure_.add({i, std::move(failure)});
+    if (!ending() || failure.kind != FailureKind::consequence) add(std::move(failure));
+  }
+
+  // Returns whether a rank's output is read now. While the first failure is undecided, the stderr of all
+  // ranks is held back.
+  [[nodiscard]] bool is_read(std::size_t i, std::size_t stream) const {
+    const bool held = stream == 1 && !failures_.empty() && !failure_;
+    const bool full = output_.full(static_cast<int>(stream) + 1) || relay_.full(2 * i + stream);
+    return children_[i].streams[stream].open() && !held && (children_[i].ended || !full);
   }
 
   void read_all() {
     for (std::size_t i = 0; i < children_.size(); ++i) {
-      auto& child = children_[i];
-      read_report(i);
-      relay_stream(child, child.out, 2 * i, 1);
-      if (!holding_errors()) relay_stream(child, child.error, 2 * i + 1, 2);
+      read_report(children_[i]);
+      for (std::size_t stream : {0, 1})
+        if (is_read(i, stream)) relay(i, stream, children_[i].ended);
     }
   }
 
-  void relay_stream(const Child& child, Descriptor& stream, std::size_t id, int sink) {
-    if (!stream.open()) return;
-    if (!child.ended && (output_.full(sink) || relay_.full(id))) return;
-    const bool more = read_into(
-        stream, [&](std::string_view bytes) { relay_.feed(id, bytes); }, !child.ended);
-    if (more && !child.ended) return;
-    stream.close();
-    relay_.close(id);
+  // Relays `all` available output of a stream, or one piece of it.
+  void relay(std::size_t i, std::size_t stream, bool all) {
+    const auto feed = [&](std::string_view bytes) { relay_.feed(2 * i + stream, bytes); };
+    auto& from = children_[i].streams[stream];
+    const bool more = from.open() && read_into(from, feed, !all);
+    if (!more || children_[i].ended) from.close();
+    if (!more || all) relay_.close(2 * i + stream);
   }
 
   // Reads the available bytes, or one piece of them. Returns false at the end of the stream.
   template <class Take>
-  static bool read_into(Descriptor& stream, Take&& take, bool one_piece = false) {
+  static bool read_into(const Descriptor& stream, Take&& take, bool one_piece = false) {
     char buffer[1 << 16];
     while (true) {
       const ssize_t length = read(stream.get(), buffer, sizeof buffer);
@@ -487,61 +538,46 @@ class Supervisor {
     }
   }
 
-  // While the first failure is undecided, hold back the stderr of all ranks.
-  [[nodiscard]] bool holding_errors() const { return first_failure_.open() && !decided_; }
-
   // Reports the first failure once it is decided, and orders the other ranks to end.
   void judge() {
-    if (decided_) return;
-    const auto first = first_failure_.first(alive() == 0);
-    if (!first) return;
-    decided_ = true;
-    Failure failure = first->failure;
+    if (failure_) return;
+    const auto waited = alive() ? Clock::now() - failing_since_ : Clock::duration::max();
+    const Failure* const first = first_failure(failures_, waited);
+    if (first == nullptr) return;
     const bool departed =
-        failure.kind == FailureKind::consequence && failure.cause_kind == FailureKind::left_early;
+        first->kind == FailureKind::consequence && first->cause_kind == FailureKind::left_early;
     std::vector<int> gone;
     for (const auto& child : children_)
       if (child.ended && child.status == 0 &&
-          (child.ended_at < failure.time ||
-           (departed && child.rank == failure.cause)))  // it left before it ended
+          (child.ended_at < first->time ||
+           (departed && child.rank == first->cause)))  // it left before it ended
         gone.push_back(child.rank);
-    auto& culprit = children_[first->child];
-    failure.rank = culprit.rank;
-    failure.pid = culprit.pid;
-    failure_ = judged(std::move(failure), gone);
-    read_remaining(culprit, first->child);  // the rank's own last output comes before the error
-    output_.put(2, detail::formatted("error: {}\n", headline(*failure_, gone)));
-    output_.flush();
+    failure_ = judged(*first, gone);
+    for (std::size_t i = 0; i < children_.size(); ++i)  // the rank's own last output comes before the error
+      for (std::size_t stream : {0, 1})
+        if (children_[i].pid == failure_->pid) relay(i, stream, true);
+    output_.put(2, formatted("error: {}\n", headline(*failure_, gone)));
+    output_.write_ready();
     order_end(SIGTERM);
-    ended_since_ = Clock::now();
-    options_.failed(*failure_);
-  }
-
-  void read_remaining(Child& child, std::size_t i) {
-    if (child.out.open()) read_into(child.out, [&](std::string_view bytes) { relay_.feed(2 * i, bytes); });
-    if (child.error.open())
-      read_into(child.error, [&](std::string_view bytes) { relay_.feed(2 * i + 1, bytes); });
-    relay_.close(2 * i);
-    relay_.close(2 * i + 1);
+    limit_ = Clock::now() + options_.grace;
+    tell(*failure_);
   }
 
   void enforce() {
-    const auto now = Clock::now();
-    if (ended_since_ && now - *ended_since_ > options_.grace) order_end(SIGKILL);
-    if (decided_ || !first_end_ || now - *first_end_ <= options_.interrupt_grace) return;
-    if (told_)
-      order_end(SIGKILL);
-    else if (chose_ && !first_failure_.open())  // the other ranks have not ended, too
-      first_failure_.add(suspect_by_status(*chose_, children_[*chose_].status));
+    if (Clock::now() < limit_) return;
+    if (failure_ || interrupted_ != 0) return order_end(SIGKILL);
+    if (!failures_.empty()) return;
+    for (const auto& child : children_)  // the other ranks have not ended, too
+      if (child.status != 0) add(failure_by_status(child.rank, child.pid, child.status, child.ended_at));
   }
 
   [[nodiscard]] int exit_code() const {
     if (failure_) return failure_->code;
-    if (told_times_ > 0 && !output_.empty()) return 128 + interrupted_;  // its last output was not awaited
+    if (interruptions_ > 0 && !output_.empty()) return 128 + interrupted_;  // its last output was not awaited
     for (const auto& child : children_)
       if (WIFSIGNALED(child.status)) return 128 + (interrupted_ != 0 ? interrupted_ : WTERMSIG(child.status));
     for (const auto& child : children_)
-      if (WEXITSTATUS(child.status) != 0) return WEXITSTATUS(child.status);
+      if (child.status != 0) return WEXITSTATUS(child.status);
     return 0;
   }
 
@@ -549,17 +585,16 @@ class Supervisor {
   OutputWriter output_;
   LineRelay relay_;
   std::vector<Child> children_;
-  FirstFailure first_failure_;
-  std::optional<Clock::time_point> first_end_, ended_since_;
-  std::optional<Failure> failure_;
-  bool decided_ = false;
-  std::optional<Clock::time_point> told_;   // when a signal was forwarded that asks the ranks to end
-  std::optional<Clock::time_point> noted_;  // when a signal was forwarded that leaves it to them
-  std::optional<std::size_t> chose_;        // the first rank that ended by its own choice
-  int interrupted_ = 0;                     // the signal that asks the ranks to end
-  int told_times_ = 0;                      // how many such signals arrived
-  bool interruption_told_ = false;          // `failed` was called for a rank that ended by it
-  bool hung_up_ = false;                    // a SIGHUP was among them
+  std::vector<Failure> failures_;    // until the first of them is decided
+  Clock::time_point failing_since_;  // when the first of `failures_` was seen
+  std::optional<Failure> failure_;   // the first
+  int interrupted_ = 0;              // the signal that asks the ranks to end
+  int interruptions_ = 0;            // how many such signals have arrived
+  bool hung_up_ = false;             // a SIGHUP was among them
+  // Until when the end of a rank is expected, after a signal that asks for it and after one that leaves it to
+  // the rank.
+  Clock::time_point ending_until_{}, noted_until_{};
+  Clock::time_point limit_ = never;  // when the ranks that still run have had their time to end
 };
 
 }  // namespace lockstep::detail

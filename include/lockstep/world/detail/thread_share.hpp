@@ -9,8 +9,7 @@
 #include <string>
 
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/world/detail/cpu_affinity.hpp"
-#include "lockstep/world/detail/launcher_process.hpp"
+#include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -36,7 +35,7 @@ inline ThreadShare thread_share(int own_cores, int host_cores, int ranks) {
 /// number of ranks of this host is unknown.
 inline std::optional<ThreadShare> launched_threads(const Environment& env,
                                                    const Variables& variables = process_variable) {
-  if (env.launcher.empty() || env.launcher == "torchrun" || env.launcher == "--nproc" || !env.launched ||
+  if (env.launcher.empty() || env.launcher == "torchrun" || env.store_is_hosted || !env.launched ||
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
   const int own = usable_cores();

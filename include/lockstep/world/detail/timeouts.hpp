@@ -30,10 +30,9 @@ inline constexpr Milliseconds look_interval{50}, first_question{5'000}, question
 inline constexpr Milliseconds least_warning{5'000}, most_warning{30'000};
 inline constexpr Milliseconds answer_timeout{1'500}, longest_answer{5'000}, trickle{400},
     report_interval{500};
-// A failure: the news of one that another rank is publishing, and the reason of a rank that has ended a communicator; within
-// which all ranks throw together; within which a program must notice it; and until the calls that differ are found.
-inline constexpr Milliseconds news_timeout{500}, reason_timeout{500}, throw_together{2'000},
-    notice_limit{2'000};
+// A failure: the news of one that another rank is publishing; within which all ranks throw together; within which a program
+// must notice it; and until the calls that differ are found.
+inline constexpr Milliseconds news_timeout{500}, throw_together{2'000}, notice_limit{2'000};
 inline constexpr Milliseconds mismatch_timeout{2'500};
 // The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.

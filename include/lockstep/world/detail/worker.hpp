@@ -32,42 +32,29 @@
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/world/detail/at_most.hpp"
-#include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/control_plane.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/process.hpp"
+#include "lockstep/world/detail/rendezvous.hpp"
+#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 
-/// Functions that the end of a failing process needs from the parts that reach the other ranks.
-struct FailureHooks {
-  /// Publishes the failure to all ranks. Returns whether it is the first. May block: callers set a timeout.
-  std::function<bool(const Failure& failure)> publish;
-  /// Publishes that this process exits. May block.
-  std::function<void(int code)> exits;
-  /// Returns the text about ranks that have made different calls, empty if they have not. May block.
-  std::function<std::string()> different_calls;
-  /// Refuses the rendezvous at which other ranks wait for this process. Called once the process has printed `text`, the
-  /// error of its variables or arguments. May block.
-  std::function<void(const std::string& text)> cannot_join;
+/// The rank that a process is, as far as the other ranks must know how it ends.
+struct EndingRank {
+  virtual ~EndingRank() = default;
+  /// Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the first, or
+  /// true if this rank cannot know. May block.
+  virtual bool publish(const Failure& failure) = 0;
+  /// Publishes that this process ends with exit code `code`. Returns its exit code: not 0 if the ranks' calls differ. May
+  /// block, for other ranks only if it `waits`.
+  virtual int end(int code, bool waits) = 0;
 };
-LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
-
-/// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
-LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
-  static const int fd = [] {
-    const auto text = process_variable("LOCKSTEP_REPORT_FD");
-    const int number = text ? whole_number(*text).value_or(-1) : -1;
-    if (number > 2 && fcntl(number, F_GETFD) >= 0) {
-      fcntl(number, F_SETFD, FD_CLOEXEC);
-      unsetenv("LOCKSTEP_REPORT_FD");
-      return number;
-    }
-    return -1;
-  }();
-  return fd;
-}
+/// The rank that `launch` runs in this process, null before it has a World.
+LOCKSTEP_PROCESS_WIDE inline std::atomic<EndingRank*> ending_rank{nullptr};
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
@@ -119,7 +106,7 @@ inline void tell_failure(Failure& failure, bool& said) {
   }
   // A rank that has left does not know of the ranks that wait for it: this rank publishes its failure.
   const bool departure = consequence && failure.cause_kind == FailureKind::left_early;
-  if ((!consequence || departure) && failure_hooks.publish) {
+  if ((!consequence || departure) && ending_rank.load()) {
     const auto told = std::make_shared<std::atomic<bool>>(true);
     Failure published = failure;
     if (departure) {
@@ -127,7 +114,7 @@ inline void tell_failure(Failure& failure, bool& said) {
       published.rank = failure.cause;
     }
     at_most(publish_limit,
-            [told, published = std::move(published)] { *told = failure_hooks.publish(published); });
+            [told, published = std::move(published)] { *told = ending_rank.load()->publish(published); });
     first = *told;
   }
   if (report_descriptor() >= 0) return;
@@ -145,9 +132,8 @@ inline void tell_failure(Failure& failure, bool& said) {
   });
   said = writer.ends_within(line_limit) || !writer.cancel();
   if (!said) return;
-  const auto& refuse = failure_hooks.cannot_join;
-  if (refuse && failure.kind == FailureKind::usage && !failure_hooks.publish)
-    at_most(line_limit, [refuse, text = failure.message] { refuse(text); });
+  if (failure.kind == FailureKind::usage && !ending_rank.load())
+    at_most(line_limit, [text = failure.message] { tell_waiting_ranks(text); });
   // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
@@ -206,24 +192,23 @@ extern "C" inline void lockstep_note_ending_signal(int number) {
 
 /// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it; a second
 /// SIGINT, half a second later, ends it at once. Without a supervisor they would only see the connections close. No-op for a signal
-/// that the program handles or ignores, and under a supervisor, which sees how its ranks end. `where` names the
-/// host.
-inline void announce_signals(const std::string& where) {
+/// that the program handles or ignores, and under a supervisor, which sees how its ranks end.
+inline void announce_signals() {
   static std::once_flag once;
   if (report_descriptor() >= 0) return;
   std::call_once(once, [&] {
     announcing_process = getpid();
     sem_init(&signal_came, 0, 0);
-    std::thread([where] {
+    std::thread([] {
       while (sem_wait(&signal_came) != 0) {
       }
       const int number = ending_signal;
-      at_most(signal_limit, [publish = failure_hooks.publish, where, number] {
-        if (publish)
-          publish({.kind = FailureKind::died,
-                   .rank = process_rank.load(),
-                   .code = 128 + number,
-                   .message = formatted("ended by SIG{} on {}", sigabbrev_np(number), where)});
+      at_most(signal_limit, [number] {
+        ending_rank.load()->publish(
+            {.kind = FailureKind::died,
+             .rank = process_rank.load(),
+             .code = 128 + number,
+             .message = formatted("ended by SIG{} on {}", sigabbrev_np(number), host_name())});
       });
       end_by_signal(number);
     }).detach();
@@ -245,10 +230,11 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
     process = getpid();
     on_exit(
         [](int code, void*) {
-          if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
-          // A copy: a static destructor may destroy the hooks before a thread of a busy host uses them.
+          if (getpid() != process) return;  // a forked child exits
+          const auto own = std::make_shared<std::atomic<int>>(code);
           at_most(code == 0 ? flush_limit : last_request_timeout,
-                  [exits = failure_hooks.exits, code] { exits(code); });
+                  [own] { *own = ending_rank.load()->end(*own, false); });
+          if (*own != code) _exit(*own);
         },
         nullptr);
   });
@@ -257,9 +243,9 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
 /// Replaces the text of an exception that Gloo throws on a thread of its own, when it receives data of
 /// another size than it expects, by the different calls of the ranks.
 inline void name_calls(Failure& failure) noexcept try {
-  if (classify(failure.message).kind != ForeignError::other_sizes || !failure_hooks.different_calls) return;
+  if (classify(failure.message).kind != ForeignError::other_sizes) return;
   const auto calls = std::make_shared<std::string>();
-  const LeavableThread asking([calls] { *calls = failure_hooks.different_calls(); });
+  const LeavableThread asking([calls] { *calls = ControlPlane::different_calls_of_process(); });
   if (!asking.ends_within(line_limit)) return;
   asking.rethrow();
   if (!calls->empty()) failure.message = *calls;

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -13,39 +12,20 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"
-#include "lockstep/world/detail/run_summary.hpp"
+#include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// Prints each TORCH_WARN on one line.
-struct PlainWarnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override {
-    const std::string line = "warning: " + warning.msg() + "\n";
-    std::fwrite(line.data(), 1, line.size(), stderr);
-  }
-};
-
-/// Stops c10d from logging a stack trace for each connection that ends with a store: lockstep's own error
-/// explains it. TORCH_WARN of the calling thread is still printed. No-op if TORCH_CPP_LOG_LEVEL is set.
-LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
-  if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
-  constexpr int error = 2;  // its name differs between versions of LibTorch, and with glog
-  FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
-  static PlainWarnings warnings;
-  c10::WarningUtils::set_warning_handler(&warnings);
-}
 
 /// Sets the number of LibTorch's threads. `given` names what has determined it, unless it is a share.
 inline void set_threads(const WorldOptions& options, const Environment& environment, const char* given) {
@@ -65,34 +45,278 @@ inline std::chrono::milliseconds left_of(std::chrono::milliseconds timeout,
   return std::max(timeout - spent, std::chrono::milliseconds(1));
 }
 
+/// Returns what this process says about itself when it joins.
+inline RankIdentity own_identity(const std::string& address, const Environment& env) {
+  const int threads = at::get_num_threads();
+  RankIdentity identity{process_name(getpid()), host_identity(), address, std::to_string(threads),
+                        thread_source(threads, report_descriptor() >= 0)};
+  // Where `launch` has started all ranks on this host, they run its own program.
+  if (env.size > 1 && !(env.store_is_hosted && !env.store_outlives_attempts && env.local_size == env.size)) {
+    static const std::string program = program_text();
+    identity.program = program;
+  }
+  if (env.launched) {
+    identity.local_rank = std::to_string(env.local_rank);
+    identity.local_size = std::to_string(env.local_size);
+    identity.local_variable = env.local_variable;
+  } else if (env.expected_local_rank) {
+    identity.local_rank = std::to_string(*env.expected_local_rank);
+  }
+  return identity;
+}
+
+LOCKSTEP_INLINE WorldState& state_of(const World& world) {
+  return *world.state_;
+}
+
+LOCKSTEP_INLINE World world_from(Environment place, const WorldOptions& options, bool launched) {
+  World world(std::move(place));
+  const Environment& known = world.state_->environment;
+  process_rank = known.rank;
+  set_threads(options, known, launched ? "--threads" : "the program");
+  if (known.size == 1) {
+    // A launcher's only rank.
+    static std::once_flag announced;
+    if (!known.launcher.empty() && world.log.should_log(Level::info))
+      std::call_once(announced, [&] { write_run_summary(known, {own_identity({}, known)}); });
+    return world;
+  }
+  // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
+  static std::mutex mutex;
+  // The connection of a process that exits says that this rank takes no further part.
+  static std::map<std::string, std::shared_ptr<WorldState>> joined;
+  const std::lock_guard lock(mutex);
+  world.state_ =
+      joined.try_emplace(formatted("{} {} {}", known.rendezvous, known.rank, known.size), world.state_)
+          .first->second;
+  return world;
+}
+
+LOCKSTEP_INLINE const Rendezvous& WorldState::rendezvous() {
+  const std::lock_guard lock(mutex_);
+  return join({});
+}
+
+LOCKSTEP_INLINE const Rendezvous& WorldState::join(std::optional<std::chrono::milliseconds> given) {
+  if (joined_) return *joined_;
+  const auto timeout = given ? *given : rendezvous_timeout();
+  const auto begin = std::chrono::steady_clock::now();
+  auto joined = join_rendezvous(
+      environment, timeout,
+      [notify = waiting_notice(timeout)](const std::string& what) { notify([&] { return what; }); });
+  if (environment.size > 1)
+    at_store("the ranks could not sign in", [&] {
+      try {
+        join_run({*joined.connection, left_of(timeout, begin)}, environment,
+                 own_identity(joined.address, environment), !given);
+      } catch (const RendezvousError&) {
+        // The store ends with this process: give the other ranks time to read the reason.
+        if (joined.hosted_here) std::this_thread::sleep_for(reading_grace);
+        throw;
+      }
+    });
+  return joined_.emplace(std::move(joined));
+}
+
+LOCKSTEP_INLINE std::function<void(const LazyText&)> WorldState::waiting_notice(
+    std::chrono::milliseconds timeout) const {
+  return [begin = std::chrono::steady_clock::now(), next = first_notice, timeout, log = log().all(),
+          prints = environment.local_rank == 0](const LazyText& what) mutable {
+    const auto now = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+    if (!prints || now < next || now >= timeout) return;
+    const std::string text = what();
+    if (text.empty()) return;
+    next = now + notice_interval;
+    log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", text,
+                std::chrono::ceil<std::chrono::seconds>(timeout - now).count());
+  };
+}
+
+LOCKSTEP_INLINE void WorldState::await_all() {
+  if (complete_.load(std::memory_order_acquire)) return;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto timeout = rendezvous_timeout();
+  const auto notify = waiting_notice(timeout);
+  const auto& joined = rendezvous();
+  const std::lock_guard lock(joining_);
+  if (complete_.load(std::memory_order_acquire)) return;
+  const Environment& known = environment;
+  local_ = {known.local_rank, known.local_size, known.rank - known.local_rank};
+  if (known.size > 1) {
+    const char* call = served_call.name;
+    const auto waiting = [&](const LazyText& who) {
+      if (joined.doubted) refuse_other_rank_zero(known, own_identity(joined.address, known));
+      notify(who);
+    };
+    const auto outcome =
+        await_ranks(*joined.connection, known.size, begin + timeout, timeout, waiting, known.rank,
+                    {.operation = detail::rendezvous, .served = call ? call : ""});
+    single_host_ = !outcome.several_hosts;
+    at_store("the rendezvous failed", [&] {
+      place_ranks(joined);
+      if (known.rank == 0 && log().should_log(Level::info))
+        write_run_summary(known, identities(*joined.connection));
+    });
+  }
+  complete_.store(true, std::memory_order_release);
+}
+
+LOCKSTEP_INLINE bool WorldState::single_host() {
+  await_all();
+  return single_host_;
+}
+
+LOCKSTEP_INLINE std::string WorldState::address_to_others() {
+  await_all();
+  return address_;
+}
+
+LOCKSTEP_INLINE Environment WorldState::current_environment() {
+  auto known = environment;
+  if (complete_.load(std::memory_order_acquire)) {
+    known.local_rank = local_.rank;
+    known.local_size = local_.size;
+  }
+  return known;
+}
+
+LOCKSTEP_INLINE void WorldState::place_ranks(const Rendezvous& joined) {
+  address_ = joined.address;
+  const bool numbered = environment.launched;
+  if (numbered && (single_host_ || !address_.empty())) return;
+  const auto ranks = identities(*joined.connection);
+  const auto& own = ranks[static_cast<std::size_t>(environment.rank)].host;
+  LocalPlace local{0, 0, -1};
+  for (int other = 0; other < environment.size; ++other) {
+    const auto& identity = ranks[static_cast<std::size_t>(other)];
+    if (identity.host == own) {
+      if (local.first < 0) local.first = other;
+      if (other < environment.rank) ++local.rank;
+      ++local.size;
+    } else if (address_.empty() && !identity.address.empty()) {
+      // The store's host may know itself by its loopback address only: ask for the route to another host.
+      // Two hosts may each have a bridge of one address, which leads to neither.
+      const auto source = source_address_towards(identity.address);
+      if (source != identity.address) address_ = source;
+    }
+  }
+  if (address_.empty()) address_ = joined.address;
+  if (!numbered) local_ = local;
+}
+
+LOCKSTEP_INLINE WorldState::LocalPlace WorldState::local_place() {
+  const Environment& known = environment;
+  if (known.launched || known.size == 1)
+    return {known.local_rank, known.local_size, known.rank - known.local_rank};
+  await_all();
+  return local_;
+}
+
+LOCKSTEP_INLINE bool WorldState::publish(const Failure& failure) {
+  if (getpid() != owner) return true;
+  bool joined = true;
+  {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return true;
+    if (!joined_) {
+      // Other ranks may already wait for this one at a rendezvous, and no launcher tells them. Joining refuses a store of
+      // another run.
+      const Environment& known = environment;
+      const bool one_launcher = report_descriptor() >= 0 && known.local_size == known.size;
+      if (known.rendezvous.empty() || known.store_outlives_attempts || one_launcher) return true;
+      join(last_request_timeout);
+      joined = false;
+    }
+  }
+  const bool first =
+      RunClient(*connection(), last_request_timeout).publish({.kind = Event::failed, .failure = failure});
+  // The store ends with this process: give the other ranks time to read the failure.
+  if (hosts_store()) std::this_thread::sleep_for(reading_grace);
+  return first || !joined;
+}
+
+LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
+  const Environment& known = environment;
+  if (known.size == 1 || getpid() != owner) return code;
+  // Other ranks may wait for one that has not made a communicator, and no launcher sees its exit code.
+  if (code != 0 && !communicates && !left_ && report_descriptor() < 0)
+    at_most(publish_limit, [this, code] {
+      static_cast<void>(publish({.kind = FailureKind::died,
+                                 .rank = environment.rank,
+                                 .code = code,
+                                 .message = formatted("ended with exit code {} on {}", code, host_name())}));
+    });
+  {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock && (code != 0 || !waits)) return code;  // publish() still connects
+    if (!lock) lock.lock();
+    // A launcher that hosts the store for several hosts waits for every rank to finish.
+    const bool awaited =
+        known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
+    if (!joined_ && !(waits && awaited)) {
+      left_ = left_ || waits;
+      return code;
+    }
+    join({});
+  }
+  if (!left_.exchange(true))
+    RunClient(*connection(), last_request_timeout)
+        .publish({.kind = Event::ended, .rank = known.rank, .failure = {.code = code}});
+  if (code != 0 || !hosts_store()) return code;
+  if (!waits) return code_of_mismatch(*connection());
+  outlive_ranks(*connection(), known.size, true);
+  return code;
+}
+
+/// Throws unless the first rank on this host, `first`, whose world rank is `number` or -1, has finished the work that `key`
+/// names within `timeout`.
+inline void await_first(WorldState& state, const std::string& first, int number, const std::string& key,
+                        std::chrono::milliseconds timeout) try {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto store = state.client();
+  const auto throw_if_failed = [&] {
+    std::optional<Failure> failure;
+    bool ended = false;
+    try {
+      RunClient run(*state.connection(), request_timeout);
+      failure = run.summary().failure;
+      ended = number >= 0 && run.members({number}).at(0).exit_code && !store->check({key});
+    } catch (const StoreError&) {  // the next call on the store says so
+    }
+    if (failure) throw PeerError(consequence_of(*failure, state.environment.rank, {}));
+    if (ended) throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
+  };
+  while (!appear_within(*store, {key},
+                        std::min<std::chrono::milliseconds>(left_of(timeout, begin), news_timeout))) {
+    throw_if_failed();
+    if (std::chrono::steady_clock::now() > begin + timeout)
+      throw TimeoutError(
+          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
+                    std::chrono::duration<double>(timeout).count()));
+  }
+  if (to_text(store->get(key)) == "done") return;
+  throw_if_failed();
+  throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
+} catch (const c10::DistStoreError&) {
+  throw TimeoutError(formatted(
+      "the store does not answer, so that this rank cannot learn whether {}, the first on this host, has "
+      "finished its local_zero_first",
+      first));
+} catch (const c10::Error&) {
+  throw PeerError(formatted(
+      "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
+      "finished its local_zero_first",
+      first));
+}
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-struct World::State {
-  Environment environment;
-  const pid_t owner = getpid();  // a forked child speaks for nobody
-  std::mutex mutex;
-  std::optional<detail::Rendezvous> rendezvous;
-  // Valid once all ranks have joined: written before `complete` is set, and never again.
-  std::mutex joining;
-  std::atomic<bool> complete{false};
-  LocalPlace local;
-  bool single_host = true;
-  std::string address;
-  std::atomic<bool> left{false};          // leave() has marked this rank as finished
-  std::atomic<bool> communicates{false};  // this rank has made a communicator
-
-  ~State() {  // a forked child may have copied the server in the middle of a change
-    if (rendezvous && getpid() != owner) static_cast<void>(new detail::Rendezvous(std::move(*rendezvous)));
-  }
-};
-
 LOCKSTEP_INLINE World::World() : World(Environment{}) {}
 
 LOCKSTEP_INLINE World::World(Environment environment)
-    : log(environment.rank), state_(std::make_shared<State>()) {
-  state_->environment = std::move(environment);
+    : log(environment.rank), state_(std::make_shared<detail::WorldState>(std::move(environment))) {
   detail::known_exception_text = [](const std::exception& error) {
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     return known ? std::string(known->what_without_backtrace()) : std::string();
@@ -100,34 +324,8 @@ LOCKSTEP_INLINE World::World(Environment environment)
 }
 
 LOCKSTEP_INLINE World World::from_environment(const WorldOptions& options) {
-  return detail::world_from(process_variable, options, false);
-}
-
-LOCKSTEP_INLINE World detail::world_from(const Variables& variables, const WorldOptions& options,
-                                         bool launched) {
-  require_level(variables);
-  World world(read_environment(variables));
-  process_rank = world.rank();
-  set_threads(options, world.state_->environment, launched ? "--threads" : "the program");
-  if (world.size() == 1) {
-    // A launcher's only rank.
-    const auto& alone = world.state_->environment;
-    static std::once_flag announced;
-    if (!alone.launcher.empty() && world.log.should_log(Level::info))
-      std::call_once(announced, [&] { write_run_summary(alone, {own_identity({}, alone)}); });
-    return world;
-  }
-  // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
-  static std::mutex mutex;
-  // The connection of a process that exits says that this rank takes no further part.
-  static std::map<std::string, std::shared_ptr<World::State>> joined;
-  const auto& known = world.state_->environment;
-  const std::lock_guard lock(mutex);
-  auto& state = joined[formatted("{} {} {}", known.rendezvous, known.rank, known.size)];
-  if (!state) state = world.state_;
-  world.state_ = state;
-  if (launched) world.announce_failures();
-  return world;
+  detail::require_level(process_variable);
+  return detail::world_from(read_environment(), options, false);
 }
 
 LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, const WorldOptions& options) {
@@ -158,312 +356,47 @@ LOCKSTEP_INLINE int World::size() const {
 }
 
 LOCKSTEP_INLINE int World::local_rank() const {
-  return local_place().rank;
+  return state_->local_place().rank;
 }
 
 LOCKSTEP_INLINE int World::local_size() const {
-  return local_place().size;
+  return state_->local_place().size;
 }
 
 LOCKSTEP_INLINE Environment World::environment() const {
-  auto environment = state_->environment;
-  if (state_->complete.load(std::memory_order_acquire)) {
-    environment.local_rank = state_->local.rank;
-    environment.local_size = state_->local.size;
-  }
-  return environment;
-}
-
-LOCKSTEP_INLINE bool World::single_host() const {
-  await_all();
-  return state_->single_host;
-}
-
-LOCKSTEP_INLINE std::string World::address_to_others() const {
-  await_all();
-  return state_->address;
+  return state_->current_environment();
 }
 
 LOCKSTEP_INLINE detail::StorePtr World::store() const {
-  await_all();
-  return rendezvous().store;
+  state_->await_all();
+  return state_->rendezvous().store;
 }
 
-LOCKSTEP_INLINE detail::StorePtr World::connect_again(std::chrono::milliseconds timeout) const {
-  return rendezvous().again(timeout);
+LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::milliseconds timeout)
+    : world(world) {
+  detail::WorldState& state = *world.state_;
+  const auto place = state.local_place();
+  if (place.size == 1) return;
+  // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here joins the
+  // rendezvous, however long the first rank's work takes afterwards.
+  const auto store = state.client();
+  const auto call = detail::at_store("local_zero_first", [&] {
+    return store->add(detail::store_keys::calls_of_rank("local_zero_first", world.rank()), 1);
+  });
+  const Environment& known = state.environment;
+  const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
+  key = detail::store_keys::local_zero_first(numbered ? std::to_string(place.first) : detail::host_identity(),
+                                             call);
+  if (place.rank == 0) return;
+  detail::await_first(state, numbered ? detail::formatted("rank {}", place.first) : "local rank 0",
+                      numbered ? place.first : -1, std::exchange(key, {}), timeout);
 }
 
-LOCKSTEP_INLINE std::shared_ptr<detail::StoreConnection> World::connection() const {
-  return rendezvous().connection;
-}
-
-LOCKSTEP_INLINE bool World::hosts_store() const {
-  return rendezvous().hosted_here;
-}
-
-LOCKSTEP_INLINE void World::leave(int code) const {
-  {
-    // A launcher that hosts the store for several hosts waits for every rank to finish.
-    const auto& known = state_->environment;
-    const bool awaited =
-        known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
-    if (size() == 1 || getpid() != state_->owner) return;
-    announce_exit_code(code);
-    std::unique_lock lock(state_->mutex, std::try_to_lock);
-    if (!lock && code != 0) return;  // announce_exit_code still connects
-    if (!lock) lock.lock();
-    if (!state_->rendezvous && !awaited) {
-      state_->left = true;
-      return;
-    }
-  }
-  try {
-    const auto& joined = rendezvous();
-    detail::RunClient(*joined.connection, detail::last_request_timeout)
-        .publish({.kind = detail::Event::ended, .rank = rank(), .failure = {.code = code}});
-    state_->left = true;
-    if (code != 0 || !hosts_store()) return;
-
-    detail::outlive_ranks(*joined.connection, size(), true);
-  } catch (const std::exception&) {  // the store has ended, and the other ranks with it
-  }
-}
-
-LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
-  if (code == 0 || state_->communicates || state_->left || detail::report_descriptor() >= 0) return;
-  detail::at_most(
-      detail::publish_limit,
-      [world = *this, failure = Failure{.kind = FailureKind::died,
-                                        .rank = rank(),
-                                        .code = code,
-                                        .message = detail::formatted("ended with exit code {} on {}", code,
-                                                                     detail::host_name())}] {
-        static_cast<void>(world.publish_to_waiting(failure));
-      });
-}
-
-LOCKSTEP_INLINE bool World::begin_communicating() const {
-  return !state_->communicates.exchange(true);
-}
-
-LOCKSTEP_INLINE World::Outcome::~Outcome() {
-  if (getpid() == world.state_->owner) try {
-      world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
+LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
+  if (!key.empty() && getpid() == world.state_->owner) try {
+      world.state_->client()->set(key, detail::to_bytes(good ? "done" : "failed"));
     } catch (...) {  // the launcher or the timeout ends the local ranks
     }
-}
-
-LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous() const {
-  std::lock_guard lock(state_->mutex);
-  return rendezvous_within({});
-}
-
-LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
-    std::optional<std::chrono::milliseconds> given) const {
-  if (!state_->rendezvous) {
-    const auto timeout = given ? *given : detail::rendezvous_timeout();
-    const auto begin = std::chrono::steady_clock::now();
-    auto joined = detail::join_rendezvous(
-        state_->environment, timeout,
-        [notify = waiting_notice(timeout)](const std::string& what) { notify([&] { return what; }); });
-    if (size() > 1)
-      detail::at_store("the ranks could not sign in", [&] {
-        try {
-          detail::join_run({*joined.connection, detail::left_of(timeout, begin)}, state_->environment,
-                           joined.address, !given);
-        } catch (const RendezvousError&) {
-          // The store ends with this process: give the other ranks time to read the reason.
-          if (joined.hosted_here) std::this_thread::sleep_for(detail::reading_grace);
-          throw;
-        }
-      });
-    state_->rendezvous = std::move(joined);
-  }
-  return *state_->rendezvous;
-}
-
-LOCKSTEP_INLINE std::function<void(const std::function<std::string()>&)> World::waiting_notice(
-    std::chrono::milliseconds timeout) const {
-  return [begin = std::chrono::steady_clock::now(), next = detail::first_notice, timeout, log = log.all(),
-          prints = state_->environment.local_rank == 0](const detail::LazyText& what) mutable {
-    const auto now = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
-    if (!prints || now < next || now >= timeout) return;
-    next = now + detail::notice_interval;
-    log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", what(),
-                std::chrono::ceil<std::chrono::seconds>(timeout - now).count());
-  };
-}
-
-LOCKSTEP_INLINE void World::await_all() const {
-  if (state_->complete.load(std::memory_order_acquire)) return;
-  const auto begin = std::chrono::steady_clock::now();
-  const auto timeout = detail::rendezvous_timeout();
-  const auto notify = waiting_notice(timeout);
-  const auto& joined = rendezvous();
-  const std::lock_guard lock(state_->joining);
-  if (state_->complete.load(std::memory_order_acquire)) return;
-  const auto& known = state_->environment;
-  state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
-  if (size() > 1) {
-    const auto waiting = [&](const detail::LazyText& who) {
-      if (!joined.doubt.empty()) detail::refuse_other_rank_zero(known, joined.address);
-      notify(who);
-    };
-    const char* call = detail::served_call.name;
-    const auto outcome =
-        detail::await_ranks(*joined.connection, size(), begin + timeout, timeout, joined.doubt, waiting,
-                            rank(), {.operation = detail::rendezvous, .served = call ? call : ""});
-    state_->single_host = !outcome.several_hosts;
-    detail::at_store("the rendezvous failed", [&] {
-      place_ranks(joined);
-      if (rank() == 0 && log.should_log(Level::info))
-        detail::write_run_summary(known, detail::identities(*joined.connection));
-    });
-  }
-  state_->complete.store(true, std::memory_order_release);
-}
-
-LOCKSTEP_INLINE void World::place_ranks(const detail::Rendezvous& joined) const {
-  State& state = *state_;
-  state.address = joined.address;
-  const bool numbered = state.environment.launched;
-  if (numbered && (state.single_host || !state.address.empty())) return;
-  const auto ranks = detail::identities(*joined.connection);
-  const auto& own = ranks[static_cast<std::size_t>(rank())].host;
-  LocalPlace local{0, 0, -1};
-  for (int other = 0; other < size(); ++other) {
-    const auto& identity = ranks[static_cast<std::size_t>(other)];
-    if (identity.host == own) {
-      if (local.first < 0) local.first = other;
-      if (other < rank()) ++local.rank;
-      ++local.size;
-    } else if (state.address.empty() && !identity.address.empty()) {
-      // The store's host may know itself by its loopback address only: ask for the route to another host.
-      // Two hosts may each have a bridge of one address, which leads to neither.
-      const auto source = detail::source_address_towards(identity.address);
-      if (source != identity.address) state.address = source;
-    }
-  }
-  if (state.address.empty()) state.address = joined.address;
-  if (!numbered) state.local = local;
-}
-
-LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
-  const auto& known = state_->environment;
-  if (known.launched || known.size == 1)
-    return {known.local_rank, known.local_size, known.rank - known.local_rank};
-  await_all();
-  return state_->local;
-}
-
-LOCKSTEP_INLINE bool World::publish_to_waiting(const Failure& failure) const {
-  if (getpid() != state_->owner) return true;
-  bool joined = true;
-  {
-    std::unique_lock lock(state_->mutex, std::try_to_lock);
-    if (!lock) return true;
-    if (!state_->rendezvous) {
-      // Other ranks may already wait for this one. Joining refuses a store of another run.
-      if (!others_may_wait()) return true;
-      rendezvous_within(detail::last_request_timeout);
-      joined = false;
-    }
-  }
-  const bool first = detail::RunClient(*connection(), detail::last_request_timeout)
-                         .publish({.kind = detail::Event::failed, .failure = failure});
-  // The store ends with this process: give the other ranks time to read the failure.
-  if (hosts_store()) std::this_thread::sleep_for(detail::reading_grace);
-  return first || !joined;
-}
-
-LOCKSTEP_INLINE void World::announce_failures() const {
-  detail::quiet_library_log();
-  detail::failure_hooks.publish = [world = *this](const Failure& failure) {
-    return world.publish_to_waiting(failure);
-  };
-  detail::failure_hooks.exits = [world = *this](int code) {
-    world.announce_exit_code(code);
-    const auto& state = world.state_;
-    std::unique_lock lock(state->mutex, std::try_to_lock);
-    if (!lock || !state->rendezvous) return;
-    auto& connection = *state->rendezvous->connection;
-    if (!state->left)
-      detail::RunClient(connection, detail::last_request_timeout)
-          .publish({.kind = detail::Event::ended, .rank = world.rank(), .failure = {.code = code}});
-    if (code != 0 || !state->rendezvous->hosted_here) return;
-    if (const int mismatch = detail::code_of_mismatch(connection)) _exit(mismatch);
-  };
-  detail::announce_exit();
-  detail::announce_signals(detail::host_name());
-}
-
-LOCKSTEP_INLINE bool World::launched_here() const {
-  const auto& known = state_->environment;
-  return detail::report_descriptor() >= 0 && known.local_size == known.size;
-}
-
-LOCKSTEP_INLINE bool World::others_may_wait() const {
-  const auto& known = state_->environment;
-  return !known.rendezvous.empty() && !known.store_outlives_attempts && !launched_here();
-}
-
-LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& place,
-                                                          std::chrono::milliseconds timeout) const {
-  // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here
-  // joins the rendezvous, however long the first rank's work takes afterwards.
-  auto side = connect_again();
-  const auto call = detail::at_store(
-      "local_zero_first", [&] { return side->add(detail::store_keys::local_zero_first_calls(rank()), 1); });
-  const auto& known = state_->environment;
-  const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
-  const std::string key = detail::store_keys::local_zero_first(
-      numbered ? std::to_string(place.first) : detail::host_identity(), call);
-  if (place.rank > 0)
-    wait_for_first(numbered ? detail::formatted("rank {}", place.first) : "local rank 0",
-                   numbered ? place.first : -1, key, timeout);
-  return key;
-}
-
-LOCKSTEP_INLINE void World::wait_for_first(const std::string& first, int number, const std::string& key,
-                                           std::chrono::milliseconds timeout) const try {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto side = connect_again();
-  const auto throw_if_failed = [&] {
-    std::optional<Failure> failure;
-    bool ended = false;
-    try {
-      detail::RunClient run(*connection(), detail::request_timeout);
-      failure = run.summary().failure;
-      ended = number >= 0 && run.members({number}).at(0).exit_code && !side->check({key});
-    } catch (const detail::StoreError&) {  // the next call on the store says so
-    }
-    if (failure) throw PeerError(detail::consequence_of(*failure, rank(), {}));
-    if (ended)
-      throw PeerError(detail::formatted("{}, the first on this host, has ended in local_zero_first", first));
-  };
-  while (!detail::appear_within(
-      *side, {key},
-      std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), detail::news_timeout))) {
-    throw_if_failed();
-    if (std::chrono::steady_clock::now() > begin + timeout)
-      throw TimeoutError(
-          detail::formatted("{}, the first on this host, has not finished its local_zero_first after {} s",
-                            first, std::chrono::duration<double>(timeout).count()));
-  }
-  if (detail::to_text(side->get(key)) != "done") {
-    throw_if_failed();
-    throw PeerError(detail::formatted("{}, the first on this host, failed in local_zero_first", first));
-  }
-} catch (const c10::DistStoreError&) {
-  throw TimeoutError(
-      detail::formatted("the store does not answer, so that this rank cannot learn whether {}, "
-                        "the first on this host, has finished its local_zero_first",
-                        first));
-} catch (const c10::Error&) {
-  throw PeerError(
-      detail::formatted("the store is gone, and with it the process that hosts it, before {}, the "
-                        "first on this host, has finished its local_zero_first",
-                        first));
 }
 
 }  // namespace lockstep

@@ -1,17 +1,31 @@
 #pragma once
 
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
+
+/// Returns the number of cores that a process may run on; 0: this process.
+inline int usable_cores(pid_t process = 0) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(process, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
 
 /// Returns the parent of a process, 0 if it is unknown.
 inline pid_t parent_of(pid_t process) {
@@ -42,6 +56,13 @@ inline pid_t launcher_process(std::string_view variable) {
     process = parent_of(process);
   }
   return 0;
+}
+
+/// Makes the kernel kill this process when the thread of `parent` that forked it ends for any reason. Returns
+/// false if `parent` ended before that took effect. Async-signal-safe.
+inline bool die_with_parent(pid_t parent) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  return getppid() == parent;
 }
 
 }  // namespace lockstep::detail

@@ -5,8 +5,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
+#include <fstream>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,65 +19,67 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
-
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
-#include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/call_history.hpp"
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/rank_view.hpp"
+#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/detail/worker.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 
 /// The operation of a rank that is not in the group, or has not entered a collective.
 inline constexpr const char* no_operation = "nothing";
 
-/// Exchanges through the store what a process group cannot carry: failures of ranks, departures from a group,
-/// and the position of each rank.
+/// This process's side of the control plane: what it knows of the other ranks, and what it tells them.
 ///
-/// The server pushes events over the connection that the whole process uses. The monitor's thread takes them, and reports
-/// this rank's positions twice a second, and when it is asked to.
-///
-/// All communicators of a world share one monitor. Thread-safe.
-class FailureMonitor {
+/// The server pushes events over the connection that the whole process uses. A thread takes them, reports this rank's
+/// positions twice a second and when it is asked to, and watches the launcher. All communicators of a world share one
+/// ControlPlane. Thread-safe.
+class ControlPlane {
  public:
   using Clock = std::chrono::steady_clock;
-  /// Why a destructor, which does not see the exception that unwinds the stack, aborts a group.
-  static constexpr const char* by_exception = "an exception, which its own output names, has ended it";
+  /// Ends this process by a failure that the program has not noticed; null without `launch`, where it goes on.
+  using End = void (*)(Failure);
 
-  LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
+  LOCKSTEP_PROCESS_WIDE static std::shared_ptr<ControlPlane> of(
+      int rank, const std::shared_ptr<StoreConnection>& connection, End end) {
     const std::lock_guard lock(registry().first);
-    const auto connection = world.connection();
     auto& known = registry().second[connection.get()];
-    auto monitor = known.lock();
-    if (!monitor) {
-      monitor = std::make_shared<FailureMonitor>(world.rank(), connection);
-      known = monitor;
-      failure_hooks.different_calls = [asked = known] {
-        const auto asking = asked.lock();
-        return asking ? asking->different_calls() : std::string();
-      };
+    auto plane = known.lock();
+    if (!plane) known = plane = std::make_shared<ControlPlane>(rank, connection, end);
+    return plane;
+  }
+  /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
+  /// ranks report within half a second.
+  LOCKSTEP_PROCESS_WIDE static std::string different_calls_of_process() {
+    std::vector<std::shared_ptr<ControlPlane>> planes;
+    {
+      const std::lock_guard lock(registry().first);
+      for (const auto& [connection, plane] : registry().second)
+        if (auto known = plane.lock()) planes.push_back(std::move(known));
     }
-    return monitor;
+    const auto end = Clock::now() + mismatch_timeout;
+    for (const auto& plane : planes) plane->report();
+    for (const auto& plane : planes)
+      if (const auto failure = plane->await_failure(std::chrono::floor<Milliseconds>(end - Clock::now()));
+          failure && failure->kind == FailureKind::mismatch)
+        return failure->message;
+    return {};
   }
 
   /// Subscribes rank `rank` of the run.
-  FailureMonitor(int rank, std::shared_ptr<StoreConnection> connection)
-      : rank_(rank), connection_(std::move(connection)) {
+  explicit ControlPlane(int rank, std::shared_ptr<StoreConnection> connection, End end = nullptr)
+      : rank_(rank), connection_(std::move(connection)), end_(end) {
     connection_->post(StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
     thread_ = std::thread([this] { listen(); });
   }
-  ~FailureMonitor() {
+  ~ControlPlane() {
     if (getpid() != owner_) {  // the thread runs in the parent alone
       thread_.detach();
       return;
@@ -89,12 +92,12 @@ class FailureMonitor {
     }
     connection_->wake();
     thread_.join();
-    const std::lock_guard lock(registry().first);  // another monitor may have subscribed since
+    const std::lock_guard lock(registry().first);  // another one may have subscribed since
     if (registry().second[connection_.get()].expired())
       connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.value(-1); });
   }
-  FailureMonitor(const FailureMonitor&) = delete;
-  FailureMonitor& operator=(const FailureMonitor&) = delete;
+  ControlPlane(const ControlPlane&) = delete;
+  ControlPlane& operator=(const ControlPlane&) = delete;
 
   /// Returns a number that grows with each event. Costs one atomic read.
   [[nodiscard]] std::uint64_t version() const noexcept { return version_.load(std::memory_order_acquire); }
@@ -104,8 +107,8 @@ class FailureMonitor {
     return view_.failure;
   }
 
-  /// Records that the program knows of the failure. Under `launch` the monitor ends a process that has not called this
-  /// within two seconds of a failure.
+  /// Records that the program knows of the failure. Under `launch` a process that has not called this within two seconds
+  /// of a failure is ended.
   void notice() {
     std::lock_guard lock(mutex_);
     noticed_ = true;
@@ -125,22 +128,11 @@ class FailureMonitor {
     return view_.failure;
   }
 
-  /// Returns why another rank has aborted a group, if one has before a failure of the world. If the rank gave no reason,
-  /// looks for the one that it gives for another group within a second, for at most 500 ms.
+  /// Returns why another rank has aborted a group, if one has before a failure of the world.
   [[nodiscard]] std::optional<Failure> aborted(const std::string& group) const {
-    std::unique_lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     const auto found = view_.aborted.find(group);
-    if (found == view_.aborted.end()) return std::nullopt;
-    Failure reason = found->second;
-    if (!reason.message.empty()) return reason;
-    const auto near = [&] {
-      const auto other = view_.reasons.find(reason.rank);
-      return other != view_.reasons.end() && std::abs(other->second.time - reason.time) < 1'000'000'000;
-    };
-    changed_.wait_for(lock, reason_timeout, [&] { return near() || view_.failure; });
-    if (!near() && view_.failure) return std::nullopt;
-    reason.message = near() ? view_.reasons.at(reason.rank).message : by_exception;
-    return reason;
+    return found == view_.aborted.end() ? std::nullopt : std::optional(found->second);
   }
   /// Returns whether no call of a group can complete: another rank has failed, or has aborted the group.
   [[nodiscard]] bool ended(const std::string& group) const {
@@ -154,15 +146,9 @@ class FailureMonitor {
     return view_.left_before(group, call);
   }
 
-  /// Returns clients of the run and of the store each call on which ends at `until`, or once another rank has failed.
+  /// Returns a client of the run each call on which ends at `until`, or once another rank has failed.
   [[nodiscard]] RunClient client(Clock::time_point until) const {
     return {*connection_, until, [this] { return failed_elsewhere(); }};
-  }
-  [[nodiscard]] StorePtr store(Clock::time_point until) const {
-    const auto left = std::chrono::ceil<Milliseconds>(until - Clock::now());
-    return c10::make_intrusive<StoreClient>(connection_, std::max(left, Milliseconds(1)), [this, until] {
-      return failed_elsewhere() || Clock::now() >= until;
-    });
   }
 
   /// Publishes an event to every rank, of failures the first. Does not block.
@@ -172,7 +158,7 @@ class FailureMonitor {
   }
   /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
   /// `until`.
-  bool publish_departure(const GroupStatus& group, Clock::time_point until) try {
+  bool publish_departure(const ReportedGroup& group, Clock::time_point until) try {
     report();
     const Event event{
         .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
@@ -182,7 +168,7 @@ class FailureMonitor {
     return Clock::now() < until;  // another rank has failed, or the store is gone
   }
   /// Returns which of the other ranks have neither left a group nor ended.
-  [[nodiscard]] std::vector<int> staying(const GroupStatus& group, Clock::time_point until) const try {
+  [[nodiscard]] std::vector<int> staying(const ReportedGroup& group, Clock::time_point until) const try {
     auto ranks = client(until).staying(group.name, group.ranks);
     std::erase(ranks, rank_);
     return ranks;
@@ -190,12 +176,12 @@ class FailureMonitor {
     return {};
   }
 
-  void add(std::shared_ptr<GroupStatus> group) {
+  void add(std::shared_ptr<ReportedGroup> group) {
     std::lock_guard lock(mutex_);
     groups_.push_back(std::move(group));
     noticed_ = view_.failure.has_value();  // what the program has caught before is not of this group
   }
-  void remove(const GroupStatus* group) noexcept {
+  void remove(const ReportedGroup* group) noexcept {
     std::lock_guard lock(mutex_);
     std::erase_if(groups_, [&](const auto& known) { return known.get() == group; });
   }
@@ -203,7 +189,7 @@ class FailureMonitor {
   /// Returns the positions that the other ranks of a group report from now on. Blocks until every rank has reported,
   /// another rank is known to have failed, or `timeout` expires. While reports still arrive, or the store is slow, as on
   /// a machine short of cores, `timeout` extends to `most`.
-  [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds timeout, Milliseconds most) {
+  [[nodiscard]] Answers ask(const ReportedGroup& group, Milliseconds timeout, Milliseconds most) {
     const auto since = Clock::now();
     const auto over = [this] { return failed_elsewhere(); };
     Question question(group.ranks, rank_, since, timeout, most);
@@ -242,49 +228,49 @@ class FailureMonitor {
     connection_->post(StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
   } catch (const std::exception&) {  // no memory
   }
-  /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
-  /// ranks report within half a second.
-  [[nodiscard]] std::string different_calls() {
+  /// Returns the failure of ranks that have made different calls once the store has found it, within 2.5 s.
+  std::optional<Failure> await_mismatch() {
     report();
     const auto failure = await_failure(mismatch_timeout);
-    return failure && failure->kind == FailureKind::mismatch ? failure->message : std::string();
+    return failure && failure->kind == FailureKind::mismatch ? failure : std::nullopt;
   }
 
-  /// While it lives, aborts the wait for `message` when a failure or departure arrives, and at `due`.
+  /// While it lives, calls `abort`, which ends the wait for a message, when a failure or departure arrives, and at `due`.
   /// Gloo offers no other way to interrupt that wait.
   class Interruption {
    public:
-    Interruption(FailureMonitor& monitor, c10::intrusive_ptr<c10d::Work> message, Clock::time_point due)
-        : monitor_(monitor), message_(std::move(message)) {
+    Interruption(ControlPlane& plane, std::function<void()> abort, Clock::time_point due) : plane_(plane) {
       {
-        std::lock_guard lock(monitor_.mutex_);
-        monitor_.messages_[message_.get()] = due;
+        std::lock_guard lock(plane_.mutex_);
+        plane_.messages_[this] = {due, std::move(abort)};
       }
       if (due > Clock::now() + report_interval) return;  // the thread looks as often
-      monitor_.due_soon_ = true;
-      monitor_.connection_->wake();
+      plane_.due_soon_ = true;
+      plane_.connection_->wake();
     }
     ~Interruption() {
-      std::lock_guard lock(monitor_.mutex_);
-      monitor_.messages_.erase(message_.get());
+      std::lock_guard lock(plane_.mutex_);
+      plane_.messages_.erase(this);
     }
     Interruption(const Interruption&) = delete;
     Interruption& operator=(const Interruption&) = delete;
 
    private:
-    FailureMonitor& monitor_;
-    c10::intrusive_ptr<c10d::Work> message_;
+    ControlPlane& plane_;
   };
 
  private:
-  using Registry = std::pair<std::mutex, std::map<StoreConnection*, std::weak_ptr<FailureMonitor>>>;
-  // Never destroyed: a monitor may end with the process.
+  // Returns whether nothing more can be learned. The store may then disappear at any moment.
+  [[nodiscard]] bool failed_elsewhere() const { return failed_elsewhere_.load(); }
+
+  using Registry = std::pair<std::mutex, std::map<StoreConnection*, std::weak_ptr<ControlPlane>>>;
+  // Never destroyed: a control plane may end with the process.
   LOCKSTEP_PROCESS_WIDE static Registry& registry() {
     static auto* known = new Registry();
     return *known;
   }
 
-  void take(const std::vector<RankPosition>& positions, const GroupStatus& group, int rank,
+  void take(const std::vector<RankPosition>& positions, const ReportedGroup& group, int rank,
             Answers& answers) const {
     FailedCall& position = answers.positions[rank];
     if (position.operation.empty()) position.operation = no_operation;
@@ -295,13 +281,10 @@ class FailureMonitor {
         continue;
       }
       for (const auto& known : groups_)
-        if (known->name == name && there.sequence > known->mark().first)
+        if (known->name == name && there.sequence > known->position().sequence)
           answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
     }
   }
-
-  // True if nothing more can be learned. The store may then disappear at any moment.
-  [[nodiscard]] bool failed_elsewhere() const { return failed_elsewhere_.load(); }
 
   void listen() noexcept {
     const auto over = [&] {
@@ -312,6 +295,7 @@ class FailureMonitor {
         connection_->serve([&](StorePush kind, FrameReader& in) { take(kind, in); }, until,
                            [&] { return over() || due_soon_.exchange(false); });
         report();
+        if (end_) watch_launcher();
         std::lock_guard lock(mutex_);
         until = end_due_messages();
       }
@@ -329,9 +313,9 @@ class FailureMonitor {
   // Ends the waits for messages that are due. Returns when to look again.
   Clock::time_point end_due_messages() {
     auto next = Clock::now() + report_interval;
-    for (const auto& [message, due] : messages_) {
-      if (Clock::now() >= due) message->abort();
-      next = std::min(next, std::max(due, Clock::now() + Milliseconds(20)));
+    for (const auto& [wait, message] : messages_) {
+      if (Clock::now() >= message.due) message.abort();
+      next = std::min(next, std::max(message.due, Clock::now() + Milliseconds(20)));
     }
     return next;
   }
@@ -371,7 +355,7 @@ class FailureMonitor {
 
   void announce() {
     version_.fetch_add(1, std::memory_order_release);
-    for (const auto& [message, due] : messages_) message->abort();
+    for (const auto& [wait, message] : messages_) message.abort();
     changed_.notify_all();
     connection_->wake();
   }
@@ -390,23 +374,51 @@ class FailureMonitor {
   // otherwise outlive the other ranks.
   void end_unless_noticed() {
     std::unique_lock lock(mutex_);
-    if (!failed_elsewhere() || !failure_hooks.publish) return;
+    if (!failed_elsewhere() || !end_) return;
     const bool told = changed_.wait_for(lock, notice_limit, [&] { return stopping_ || noticed_; });
-    if (!told) fail_process(failure_of(error_of(*view_.failure, rank_, {})));
+    if (!told) end_(failure_of(error_of(*view_.failure, rank_, {})));
+  }
+  // Ends this process once its launcher has been stopped for heartbeat_timeout(): it relays no output, and reaps nobody.
+  void watch_launcher() {
+    if (report_descriptor() < 0) return;
+    const auto now = Clock::now();
+    std::string status;
+    std::getline(std::ifstream(formatted("/proc/{}/stat", getppid())), status);
+    // Behind the name, which may contain anything. Time in which this process itself was stopped does not count.
+    const bool stopped = status.find(") T ") != std::string::npos && now - looked_ < 4 * report_interval;
+    looked_ = now;
+    if (!stopped) stopped_since_ = now;
+    if (now - stopped_since_ < heartbeat_) return;
+    const auto time = std::chrono::floor<std::chrono::seconds>(now - stopped_since_).count();
+    end_({.kind = FailureKind::timed_out,
+          .rank = rank_,
+          .pid = getpid(),
+          .message = formatted(
+              "its launcher (pid {}) has been stopped for {} s (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds "
+              "back the output of its ranks: continue it in time (`kill -CONT {}`)",
+              getppid(), time, getppid()),
+          .time = monotonic_nanoseconds()});
   }
 
   const int rank_;
   const pid_t owner_ = getpid();
   const std::shared_ptr<StoreConnection> connection_;
-  std::mutex reporting_;  // locked before mutex_
+  const End end_;
+  const Milliseconds heartbeat_ = heartbeat_timeout();
+  Clock::time_point looked_{}, stopped_since_ = Clock::now();  // of the launcher
+  std::mutex reporting_;                                       // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers
   std::atomic<std::uint64_t> version_{0};
   std::atomic<bool> stopping_{false}, failed_elsewhere_{false}, due_soon_{false};
   bool noticed_ = false;
   RankView view_{rank_};
-  std::vector<std::shared_ptr<GroupStatus>> groups_;
-  std::map<c10d::Work*, Clock::time_point> messages_;
+  std::vector<std::shared_ptr<ReportedGroup>> groups_;
+  struct Message {
+    Clock::time_point due;
+    std::function<void()> abort;
+  };
+  std::map<const Interruption*, Message> messages_;
   std::set<std::string> refused_;  // the processes that rank 0 has told about
   std::thread thread_;
 };

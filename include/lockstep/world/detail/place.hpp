@@ -1,0 +1,206 @@
+#pragma once
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/process.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/environment.hpp"
+#include "lockstep/world/launch_options.hpp"
+
+namespace lockstep::detail {
+
+using Flags = std::vector<std::string_view>;
+
+/// The spellings of the flag for the number of processes.
+inline const Flags nproc_flags{"--nproc", "--nproc-per-node"};
+
+/// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
+inline int matches_flag(std::string_view argument, std::string_view flag) {
+  if (!argument.starts_with(flag)) return 0;
+  return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
+}
+
+/// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
+/// counts. Throws UsageError for a flag without a value.
+inline std::optional<std::string> argument_value(int argc, const char* const* argv, const Flags& flags) {
+  std::optional<std::string> value;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--") break;
+    for (const std::string_view flag : flags) {
+      const int match = matches_flag(argument, flag);
+      if (match == 1 && ++i == argc) throw UsageError(formatted("{} needs a value after it", flag));
+      if (match == 1) value = argv[i];
+      if (match == 2) value = argument.substr(flag.size() + 1);
+      if (match != 0) break;
+    }
+  }
+  return value;
+}
+
+/// Returns the value of a flag that gives a number of `unit`. Throws UsageError unless it is a whole number
+/// of at least 1.
+inline std::optional<int> count_argument(int argc, const char* const* argv, const Flags& flags,
+                                         std::string_view unit) {
+  const auto text = argument_value(argc, argv, flags);
+  if (!text) return std::nullopt;
+  const auto value = whole_number(*text);
+  if (!value || *value < 1)
+    throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flags[0],
+                               *text, unit));
+  return value;
+}
+
+/// What this process is in its run.
+struct Place {
+  bool worker = false;  ///< a rank; otherwise the process launches the `nproc` ranks of its host
+  /// The worker's place. For a launching process: the lowest of its ranks, the number of all ranks, and the
+  /// rendezvous across hosts, which is empty if all ranks are on this host.
+  Environment environment;
+  int nproc = 1;
+  Prefix prefix = Prefix::automatic;
+  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
+  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::optional<int> threads;   ///< of each rank
+};
+
+/// Returns what this process is, from the command line and the environment. A process that srun, mpirun or
+/// mpiexec has started once on each host launches ranks if it is given their number. Throws UsageError if
+/// command line and environment contradict each other.
+inline Place resolve(int argc, const char* const* argv, const LaunchOptions& options,
+                     const Variables& variables = process_variable) {
+  Place place;
+  if (options.nproc < 0)
+    throw UsageError(
+        formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
+  place.prefix = options.prefix;
+  if (const auto when = options.prefix_flag ? argument_value(argc, argv, {"--prefix"}) : std::nullopt) {
+    if (*when != "auto" && *when != "always" && *when != "never")
+      throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", *when));
+    place.prefix = *when == "auto" ? Prefix::automatic : *when == "always" ? Prefix::always : Prefix::never;
+  }
+  if (options.timeout_flag) place.timeout = count_argument(argc, argv, {"--timeout"}, "seconds");
+  if (options.threads_flag) place.threads = count_argument(argc, argv, {"--threads"}, "threads");
+  integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
+  require_level(variables);
+  place.visible_devices = options.gpus;
+  const auto gpus = options.gpus.empty() ? 0 : gpu_list(options.gpus, variables).size();
+  const auto flag = options.nproc_flag ? count_argument(argc, argv, nproc_flags, "processes") : std::nullopt;
+  auto nproc = flag;
+  auto given = formatted("--nproc {}", flag.value_or(0));  // what determines `nproc`, for errors
+  if (!nproc && options.nproc <= 0 && gpus > 0) {          // as many as the user has named
+    nproc = static_cast<int>(gpus);
+    given = formatted("the {} GPUs {}", gpus, options.gpus);
+  }
+  // More processes than this host can use would exhaust its memory before they print anything.
+  const auto require_sane = [&] {
+    constexpr std::int64_t for_each_core = 64;
+    if (const int cores = usable_cores(); *nproc > for_each_core * cores)
+      throw UsageError(formatted("{} is more than {} processes for each of the {} cores here: start fewer",
+                                 given, for_each_core, cores));
+  };
+  Environment& env = place.environment;
+  const auto launched = launched_environment(variables, flag.value_or(0));
+  const bool by_hand = variables("RANK").has_value();
+  const bool first_of_host = by_hand && !variables("LOCAL_RANK");
+  if (launched || by_hand) {
+    env = launched ? *launched : environment_by_hand(variables, first_of_host ? nproc.value_or(1) : 1);
+    const bool alone_here = launched && env.launched && env.local_size == 1;
+    if (nproc.value_or(1) > 1 && (first_of_host || alone_here)) {
+      require_sane();
+      if (alone_here) {
+        env.rank *= *nproc;
+        env.size *= *nproc;
+        require_size(variables, env);
+      } else if (std::int64_t{env.rank} + *nproc > env.size) {
+        throw UsageError(
+            formatted("RANK={} is this host's first rank, and with {} its last is {}: WORLD_SIZE={} allows "
+                      "no rank above {}",
+                      env.rank, given, std::int64_t{env.rank} + *nproc - 1, env.size, env.size - 1));
+      }
+      place.nproc = *nproc;
+      return place;
+    }
+    if (flag && !first_of_host && !(env.launched && env.local_size == *flag))
+      throw UsageError(formatted(
+          "{} contradicts {}, which has started {} ({}): leave --nproc out{}", given,
+          env.launcher.empty() ? "the launcher that has set LOCAL_RANK" : env.launcher,
+          env.launched ? formatted("{} of {} ranks on this host", env.local_size, env.size) : "this process",
+          env.rank_variables, launched ? ", or start one process on each host" : ""));
+    if (launched) require_size(variables, env);
+    place.worker = true;
+    return place;
+  }
+
+  // Without RANK each host would train on its own, and no line would say so. A loopback address names no
+  // other host.
+  const auto size = integer_variable(variables, "WORLD_SIZE", 1);
+  const auto address = variables("MASTER_ADDR");
+  if (const auto local = variables("LOCAL_RANK"))
+    throw UsageError(formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local));
+  if (size > 1 && address && !names_loopback(*address)) environment_by_hand(variables);
+  if (!nproc) {
+    nproc = size ? *size : options.nproc > 0 ? options.nproc : std::max(visible_gpus(), 1);
+    given = (size                ? "WORLD_SIZE="
+             : options.nproc > 0 ? "LaunchOptions::nproc = "
+                                 : "the number of GPUs, ") +
+            std::to_string(*nproc);
+  }
+  if (size && *size != *nproc)
+    throw UsageError(
+        formatted("WORLD_SIZE={} contradicts {}: on one host leave WORLD_SIZE out, on several set RANK "
+                  "to this host's first rank",
+                  *size, given));
+  require_sane();
+  place.nproc = env.size = *nproc;
+  place.worker = place.nproc == 1;
+  if (place.worker) env = environment_by_hand(variables);
+  return place;
+}
+
+/// Returns the environment of each rank that a launching process starts. `secret` is its store's secret.
+inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvous,
+                                const std::string& secret = {}) {
+  const auto url = parse_rendezvous(rendezvous);
+  const auto& launcher = place.environment.launcher;
+  std::vector<std::string> common{formatted("WORLD_SIZE={}", place.environment.size),
+                                  formatted("LOCAL_WORLD_SIZE={}", place.nproc),
+                                  formatted("MASTER_ADDR={}", url.host),
+                                  formatted("MASTER_PORT={}", url.port),
+                                  "LOCKSTEP_STORE_IS_HOSTED=" + (launcher.empty() ? "1" : launcher),
+                                  "TORCHELASTIC_USE_AGENT_STORE",
+                                  "TORCHELASTIC_ERROR_FILE"};
+  if (!secret.empty()) common.push_back(formatted("LOCKSTEP_STORE_SECRET={}", secret));
+  if (!place.visible_devices.empty())
+    common.push_back(formatted("CUDA_VISIBLE_DEVICES={}", place.visible_devices));
+  if (place.timeout) common.push_back(formatted("LOCKSTEP_TIMEOUT={}", *place.timeout));
+  if (place.threads || !process_variable("OMP_NUM_THREADS"))
+    common.push_back(
+        formatted("OMP_NUM_THREADS={}", place.threads.value_or(std::max(1, usable_cores() / place.nproc))));
+  winsize window{};
+  if (isatty(1) == 1) {
+    common.push_back("LOCKSTEP_TTY=1");
+    if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
+      common.push_back(formatted("COLUMNS={}", window.ws_col));
+  }
+  std::vector<Job> jobs;
+  for (int i = 0; i < place.nproc; ++i) {
+    jobs.push_back({place.environment.rank + i, common});
+    jobs.back().environment.push_back(formatted("RANK={}", place.environment.rank + i));
+    jobs.back().environment.push_back(formatted("LOCAL_RANK={}", i));
+  }
+  return jobs;
+}
+
+}  // namespace lockstep::detail

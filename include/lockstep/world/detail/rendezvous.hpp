@@ -1,0 +1,245 @@
+#pragma once
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/event_log.hpp"
+#include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/rank_identity.hpp"
+#include "lockstep/world/detail/report_pipe.hpp"
+#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/environment.hpp"
+
+/// How the ranks of a run come together over a connection to its store, and how the last ones leave.
+namespace lockstep::detail {
+
+/// Identifies the host and network namespace of this process: processes with one identity reach each other by
+/// the loopback.
+inline std::string host_identity() {
+  const auto inode = [](const char* path) -> unsigned long long {
+    struct stat found {};
+    return stat(path, &found) == 0 ? found.st_ino : 0;
+  };
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+}
+
+/// Returns the name of a process of this host in errors: "nodeA pid 811".
+inline std::string process_name(pid_t pid) {
+  return detail::formatted("{} pid {}", host_name(), pid);
+}
+
+[[noreturn]] inline void throw_refusal(const Outcome& outcome) {
+  throw RendezvousError(Failure{.kind = outcome.rank < 0 ? FailureKind::error : FailureKind::timed_out,
+                                .rank = process_rank.load(),
+                                .cause = outcome.rank,
+                                .call = {.operation = rendezvous},
+                                .message = outcome.text});
+}
+
+/// Returns the identities of all ranks, which must have joined.
+inline std::vector<RankIdentity> identities(StoreConnection& connection) {
+  std::vector<RankIdentity> all;
+  for (const KnownRank& one : RunClient(connection, request_timeout).members())
+    all.push_back(one.identity.value_or(RankIdentity{}));
+  return all;
+}
+
+/// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
+/// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
+[[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
+  try {
+    run.publish({.kind = Event::refused, .rank = late, .failure = {.message = text}});
+  } catch (const StoreError&) {  // the error is thrown below
+  }
+  throw_refusal({.kind = Outcome::refused, .rank = late, .text = text});
+}
+
+/// Returns the error of two processes with the rank of `env`.
+inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
+  const auto host = [](const std::string& process) { return process.substr(0, process.find(' ')); };
+  auto text = formatted("rank {} is claimed by {} and {}", env.rank, owner, me);
+  const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
+  if (env.launcher == "--nproc")
+    text += formatted(
+        ", the latter with RANK={} and --nproc {}: give every command its own RANK, the first of its ranks",
+        env.rank - env.local_rank, env.local_size);
+  else
+    text +=
+        formatted("{}: give every process its own {} on {}{}",
+                  variable.empty() ? std::string() : formatted(", the latter with {}={}", variable, env.rank),
+                  variable.empty() ? std::string("rank") : variable, host(owner),
+                  host(owner) == host(me) ? "" : " and " + host(me));
+  return text + ", and every run a MASTER_PORT of its own";
+}
+
+/// Joins the run as `me`. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on
+/// their number. Does not wait for any other rank. A rank that joins only to tell its failure passes `stays` = false: it
+/// does not count as present.
+inline void join_run(RunClient run, const Environment& env, const RankIdentity& me, bool stays = true) {
+  const JoinAnswer answer = run.join(env.rank, env.size, me, stays);
+  if (answer.size != env.size)
+    refuse_rendezvous(
+        run, formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
+                       "Start all of them with one {}",
+                       env.rank, env.size, answer.sized_by, answer.size,
+                       env.launcher.ends_with(" with --nproc") ? "--nproc" : "WORLD_SIZE"));
+  if (answer.rank.is(me)) return;
+  const std::string owner = answer.rank.identity.value_or(RankIdentity{}).process;
+  refuse_rendezvous(run, answer.rank.lost
+                             ? formatted("rank {} has ended ({}), and {} cannot take its place: start "
+                                         "all ranks again",
+                                         env.rank, owner, me.process)
+                             : duplicate_text(env, owner, me.process));
+}
+
+/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op if the variables determine no
+/// address of another rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose
+/// ranks have all joined goes on.
+inline void tell_waiting_ranks(const std::string& text) try {
+  if (report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
+  // The numbers do not determine the address, and may be the fault: any other rank than 0 will do.
+  bool by_hand = true;
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"})
+    by_hand = by_hand && (process_variable("RANK") || !process_variable(name));
+  const Variables variables = [&](const char* name) -> std::optional<std::string> {
+    const std::string_view wanted = name;
+    if (by_hand && wanted == "RANK") return process_variable(name) == "0" ? "0" : "1";
+    if (by_hand && wanted == "WORLD_SIZE") return "2";
+    for (const char* other :
+         {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_NODEID"})
+      if (wanted == other) return std::nullopt;
+    return process_variable(name);
+  };
+  const Environment env = read_environment(variables);
+  if (env.rendezvous.empty() || env.rank == 0) return;  // rank 0 hosts the store
+  const auto url = parse_rendezvous(env.rendezvous);
+  StoreConnection store({url.host, url.port, env.store_secret}, last_request_timeout);
+  refuse_rendezvous({store, last_request_timeout},
+                    formatted("{} cannot join: {}", process_name(getpid()), text));
+} catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown
+}
+
+/// Joins at a store at the rank 0 address on another host, if there is one: it belongs to another process that has the rank
+/// 0, and both runs are refused by names. If that address leads to this rank's own store, as the forwarded port of a
+/// container does, this is a no-op.
+inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& me) {
+  const auto url = parse_rendezvous(env.rendezvous);
+  std::optional<StoreConnection> other;
+  try {
+    other.emplace(StoreEndpoint{url.host, url.port, env.store_secret}, last_request_timeout);
+  } catch (const RendezvousError&) {  // no store of this run
+    return;
+  }
+  try {
+    join_run({*other, last_request_timeout}, env, me);
+  } catch (const StoreError&) {
+  }
+}
+
+/// Returns the exit code of a run whose ranks have all ended well: not 0, after an error line, if their calls differ.
+inline int code_of_mismatch(StoreConnection& connection) try {
+  const auto found = RunClient(connection, last_request_timeout).summary().failure;
+  if (!found || found->kind != FailureKind::mismatch) return 0;
+  std::fprintf(stderr, "error: %s\n", found->message.c_str());
+  return found->code;
+} catch (const StoreError&) {
+  return 0;
+}
+
+/// Keeps the process that hosts the store alive until all ranks have ended: 5 minutes at most, or 2 s if a rank of
+/// this host has failed. Other ranks may still read a failure.
+inline void outlive_ranks(StoreConnection& connection, int size, bool well) try {
+  const auto deadline = std::chrono::steady_clock::now() + (well ? host_grace : last_request_timeout);
+  for (;; std::this_thread::sleep_for(first_retry_pause)) {
+    const RunSummary run = RunClient(connection, last_request_timeout).summary();
+    if (run.ended >= static_cast<std::size_t>(size) || std::chrono::steady_clock::now() >= deadline) return;
+    if (well && run.failure) return std::this_thread::sleep_for(reading_grace);
+  }
+} catch (const StoreError&) {  // the store is unreadable: stop waiting
+}
+
+/// Returns a text on demand; an empty one where nothing is to be said yet.
+using LazyText = std::function<std::string()>;
+
+/// Blocks until every rank has joined. Returns how the rendezvous has ended. Calls `waiting` from time to time with a text
+/// such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one text on all ranks, if a rank was
+/// refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it joined. `own` is the
+/// waiting rank, in `call`.
+inline Outcome await_ranks(StoreConnection& connection, int size,
+                           std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
+                           const std::function<void(const LazyText& who)>& waiting, int own,
+                           const FailedCall& call) {
+  using Clock = std::chrono::steady_clock;
+  const auto missing = [&] {
+    try {
+      return RunClient(connection, std::min(timeout, outcome_timeout)).summary(size);
+    } catch (const StoreError& error) {
+      throw RendezvousError(formatted("the rendezvous failed: {}", printable(error.what())));
+    }
+  };
+  const auto with_hints = [&](const RunSummary& late, const std::string& text) {
+    return late.hints.empty() ? text : text + "; " + late.hints;
+  };
+  std::optional<Outcome> outcome;
+  while (!outcome) {
+    const auto begin = Clock::now();
+    try {
+      outcome = RunClient(connection,
+                          std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_timeout))
+                    .outcome();
+    } catch (const StoreLost& error) {
+      throw RendezvousError(
+          formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
+    } catch (const StoreError&) {  // the outcome did not come within the timeout
+    }
+    if (outcome) break;
+    if (Clock::now() >= deadline) {
+      const auto late = missing();
+      refuse_rendezvous(
+          {connection, std::min(timeout, outcome_timeout)},
+          with_hints(late,
+                     formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+                               "WORLD_SIZE of the others",
+                               late.missing_text(size), std::chrono::duration<double>(timeout).count(),
+                               late.missing == 1 ? "it" : "them")),
+          late.missing == 1 && !late.first_missing.empty() ? late.first_missing[0] : -1);
+    }
+    waiting([&] {
+      const auto late = missing();
+      const bool come = Milliseconds(late.quiet) < first_notice;
+      return come ? std::string() : with_hints(late, late.missing_text(size));
+    });
+  }
+  switch (outcome->kind) {
+    case Outcome::complete:
+      break;
+    case Outcome::failed:
+      throw PeerError(consequence_of(outcome->failure, own, call));
+    case Outcome::ended:
+      throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
+    case Outcome::refused:
+      throw_refusal(*outcome);
+  }
+  return *outcome;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/rendezvous.hpp"
+#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/environment.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// What all copies of a World share: its place, and its connection to the store. Thread-safe.
+struct WorldState : EndingRank {
+  /// A place on this host. `first` is the world rank of the host's first rank.
+  struct LocalPlace {
+    int rank = 0, size = 1, first = 0;
+  };
+
+  explicit WorldState(Environment known) : environment(std::move(known)) {}
+  ~WorldState() {  // a forked child may have copied the server in the middle of a change
+    if (joined_ && getpid() != owner) static_cast<void>(new Rendezvous(std::move(*joined_)));
+  }
+  WorldState(const WorldState&) = delete;
+  WorldState& operator=(const WorldState&) = delete;
+
+  /// Returns the rendezvous. The first call joins it, which does not wait for other ranks. Throws RendezvousError.
+  const Rendezvous& rendezvous();
+  /// Returns this process's connection to the store, null in a world of one rank.
+  const std::shared_ptr<StoreConnection>& connection() { return rendezvous().connection; }
+  /// Returns another client of the store, each call on which times out after `timeout`.
+  StorePtr client(std::chrono::milliseconds timeout = request_timeout) { return rendezvous().again(timeout); }
+  /// Returns whether this process hosts the store, so that it should leave last.
+  bool hosts_store() { return rendezvous().hosted_here; }
+
+  /// Blocks until every rank has joined. Throws as World::store.
+  void await_all();
+  /// Returns whether all ranks run on this host. Blocks as await_all.
+  bool single_host();
+  /// Returns the address by which this host reaches the others, empty if there is none or it is unknown. Blocks as await_all.
+  std::string address_to_others();
+  /// Returns the place on this host. Without a launcher's LOCAL_RANK blocks as await_all.
+  LocalPlace local_place();
+  /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
+  Environment current_environment();
+
+  bool publish(const Failure& failure) override;
+  /// Publishes that this process ends with `code`; as its failure, if that is not 0 and this rank has not made a
+  /// communicator, since other ranks may wait for it. If it `waits`, hosts the store and `code` is 0, blocks until every rank
+  /// has ended or one has failed, at most 5 minutes.
+  int end(int code, bool waits) override;
+
+  const Environment environment;
+  std::atomic<bool> communicates{false};  // this rank has made a communicator
+  const pid_t owner = getpid();           // a forked child speaks for nobody
+
+ private:
+  friend World world_from(Environment place, const WorldOptions& options, bool launched);
+
+  [[nodiscard]] Log log() const { return Log(environment.rank); }
+  // `given` overrides the rendezvous timeout when only a failure is reported.
+  const Rendezvous& join(std::optional<std::chrono::milliseconds> given);
+  // Returns a function that logs what this rank waits for, after 5 s and then every minute. It logs only on local rank 0;
+  // without LOCAL_RANK that is every rank. It asks for the text only when a line is due.
+  std::function<void(const LazyText&)> waiting_notice(std::chrono::milliseconds timeout) const;
+  // Finds the ranks that share this host, unless a launcher has numbered them, and the address by which this host reaches
+  // the others.
+  void place_ranks(const Rendezvous& joined);
+
+  std::mutex mutex_, joining_;
+  std::optional<Rendezvous> joined_;
+  std::atomic<bool> left_{false};  // this rank's end is published
+  // Valid once all ranks have joined: written before `complete_` is set, and never again.
+  std::atomic<bool> complete_{false};
+  LocalPlace local_;
+  bool single_host_ = true;
+  std::string address_;
+};
+
+}  // namespace lockstep::detail
