@@ -41,8 +41,8 @@ inline Reported reported(const std::string& error) {
     text = std::string(found[1]);
   }
   failure.message = text;
-  if (matches(
-          R"(the ranks disagree on collective #(\d+).*: rank (\d+) called (\w+).*, but rank (\d+) called .*)")) {
+  if (matches(R"(the ranks disagree on collective #(\d+).*: rank (\d+) called (\w+).*, )"
+              R"(but rank (\d+) called .*)")) {
     failure.kind = FailureKind::mismatch;
     failure.rank = number(2);
     failure.cause = number(4);
