@@ -203,8 +203,8 @@ inline Outcome await_ranks(StoreConnection& connection, int size,
   while (!outcome) {
     const auto begin = Clock::now();
     try {
-      outcome = RunClient(connection,
-                          std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_timeout))
+      outcome = RunClient(connection, std::clamp(deadline, begin + std::chrono::milliseconds(1),
+                                                 begin + outcome_interval))
                     .outcome();
     } catch (const StoreLost& error) {
       throw RendezvousError(
