@@ -281,14 +281,15 @@ class RunState {
     reply(asker, encoded(JoinAnswer{member, size_, sized_by_}));
     if (size != size_ || !member.is(identity) || !stays) return true;
     bound_[asker.connection] = rank;
-    last_join_ = now;
     if (member.exit_code.value_or(0) < 0) {  // it had left, and has come back
       member.exit_code.reset();
       member.ended = still_runs;
       --ended_;
     }
     // Another World of this process may have joined; the process counts once.
-    if (std::exchange(member.present, true) || ++present_ < size_) return true;
+    if (std::exchange(member.present, true)) return true;
+    last_join_ = now;
+    if (++present_ < size_) return true;
     std::vector<RankIdentity> all;
     for (const auto& [number, one] : members_) all.push_back(one.identity.value_or(RankIdentity{}));
     Outcome outcome;
