@@ -192,8 +192,7 @@ void train_on(const lockstep::World& world, const Run& run, const torch::Device&
 // LibTorch's own process group of this device, as a program has it that does without lockstep's communicators.
 c10::intrusive_ptr<c10d::Backend> process_group(const lockstep::World& world, const torch::Device& device) {
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
-  if (world.size() > 1)
-    store = c10::make_intrusive<c10d::PrefixStore>("bench", world.store());
+  if (world.size() > 1) store = c10::make_intrusive<c10d::PrefixStore>("bench", world.store());
 #ifdef LOCKSTEP_HAS_CUDA
   if (device.is_cuda()) return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, world.rank(), world.size());
 #endif

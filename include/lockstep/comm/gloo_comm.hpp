@@ -13,8 +13,8 @@
 namespace lockstep {
 
 /// Collectives of CPU tensors over LibTorch's own Gloo: a ProcessGroupComm that creates its ProcessGroupGloo,
-/// and one for each sub-group. A rank that receives more data than it expects ends inside Gloo, without an
-/// exception of its own, by the error of the calls that differ.
+/// and one for each sub-group. Where the calls of the ranks differ, a rank that receives more data than it
+/// expects ends inside Gloo, without an exception; under `launch` the error of the process names the calls.
 /// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm : public ProcessGroupComm {
  public:

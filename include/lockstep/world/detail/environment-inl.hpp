@@ -156,6 +156,14 @@ inline std::string first_host(std::string_view list) {
   return host;
 }
 
+/// Throws UsageError, which ends in `remedy`, if the variable `name` is above `most`, which follows from `limit`.
+inline void require_within(const Variables& variables, const char* name, int value, int least, int most,
+                           const char* limit, const char* remedy = "") {
+  if (value > most)
+    throw UsageError(formatted("{}={} is out of range: with {}={} it must be in {} to {}{}", name, value,
+                               limit, variables(limit).value_or(""), least, most, remedy));
+}
+
 /// Returns rank, size and place on the host, std::nullopt if there is no rank. Throws UsageError for
 /// variables that contradict each other, and for several ranks without this one's: each process would train
 /// alone.
@@ -177,10 +185,8 @@ inline std::optional<Environment> place_by(const Variables& variables, const Lau
                                variables(set).value_or(""), rank ? names.size : names.rank, remedy, set));
   }
   const auto require = [&](const char* name, int value, int least, int most, const char* limit) {
-    if (value > most)
-      throw UsageError(formatted("{}={} is out of range: with {}={} it must be in {} to {}{}", name, value,
-                                 limit, variables(limit).value_or(""), least, most,
-                                 hand ? "" : ": pass the launcher's whole environment on"));
+    require_within(variables, name, value, least, most, limit,
+                   hand ? "" : ": pass the launcher's whole environment on");
   };
   require(names.rank, *rank, 0, *size - 1, names.size);
   if (local_size) require(names.local_size, *local_size, 1, *size, names.size);
@@ -303,10 +309,8 @@ LOCKSTEP_INLINE std::optional<Environment> launched_environment(const Variables&
       throw UsageError(formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
                                  env->local_variable, env->local_rank, env->launcher));
     const auto local_size = integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
-    if (local_size && *local_rank >= *local_size)
-      throw UsageError(
-          formatted("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
-                    *local_rank, *local_size, *local_size - 1));
+    if (local_size)
+      require_within(variables, "LOCAL_RANK", *local_rank, 0, *local_size - 1, "LOCAL_WORLD_SIZE");
     env->local_rank = *local_rank;
     if (!env->launched && !local_size) env->expected_local_rank = local_rank;
     if (!env->launched && local_size) env->local_size = *local_size;
