@@ -4,8 +4,8 @@ usage: torch_matrix.py [--cache FOLDER] [--cxx COMPILER] [--write FILE] [VERSION
 
 Each version's `torch` package comes from PyPI with pip, for the machine that the script runs on: its CPU parts are unpacked
 into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchInstall.cmake does for the newest version.
-lockstep is installed once; the program is packaging/conan/test_package, which finds both. A file that includes
-lockstep/lockstep.hpp is compiled as well. Each stage prints a line to stderr with its time. With
+lockstep is installed once; the program is packaging/conan/test_package, which finds both. Another one, foreign_errors, includes
+all of lockstep/lockstep.hpp, and checks that lockstep understands the errors of that version's Gloo. Each stage prints a line to stderr with its time. With
 CMAKE_CXX_COMPILER_LAUNCHER=ccache in the environment, a repeated run reuses what has not changed. --write replaces the
 table and its record in FILE (README.md). The exit code is 1 if a version failed.
 """
@@ -105,8 +105,9 @@ def abi_of(torch: pathlib.Path) -> str:
 
 
 def try_version(version: str, arguments: argparse.Namespace) -> list[str]:
-    """Returns the table's cells: the ABI of std::string, whether the program ran, whether all headers compile."""
-    cells = ["", "FAILED", "not tried"]
+    """Returns the table's cells: the ABI of std::string, whether the program ran, whether all headers compile, whether Gloo's errors are
+    understood."""
+    cells = ["", "FAILED", "not tried", "not tried"]
     try:
         torch = libtorch(version, arguments.cache)
         cells[0] = abi_of(torch)
@@ -123,9 +124,12 @@ def try_version(version: str, arguments: argparse.Namespace) -> list[str]:
         output = stage(version, "program run", build / "program", "--nproc", 2, env=single_thread, timeout=120)
         if "2 ranks, their gradients are equal" not in output:
             raise RuntimeError(f"the program said: {output}")
-        cells[1:] = ["yes", "FAILED"]
-        stage(version, "lockstep.hpp compiled", "cmake", "--build", build, "--target", "all_headers")
-        cells[2] = "yes"
+        cells[1:3] = ["yes", "FAILED"]
+        stage(version, "lockstep.hpp compiled", "cmake", "--build", build, "--target", "foreign_errors")
+        cells[2:] = ["yes", "FAILED"]
+        for mode in ("sizes", "closed"):
+            stage(version, f"foreign_errors {mode}", build / "foreign_errors", mode, env=single_thread, timeout=120)
+        cells[3] = "yes"
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{version}: {error}", file=sys.stderr)
     return cells
@@ -161,8 +165,8 @@ def main() -> int:
         f"With {compiler}, on {platform.machine()}, the `torch` packages of PyPI:",
         "",
         record.comment(COMMAND, "LibTorch, compilers"),
-        "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | built, and run on two ranks | `lockstep.hpp` compiled |",
-        "|---|---|---|---|",
+        "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | built, and run on two ranks | `lockstep.hpp` compiled | Gloo's errors understood |",
+        "|---|---|---|---|---|",
         *rows,
     ]
     if arguments.write:

@@ -175,11 +175,14 @@ struct ForeignError {
 /// Classifies the text of an error of c10d or Gloo.
 inline ForeignError classify(std::string text) {
   text = text.substr(0, text.find('\n'));
-  // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
-  if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
+  // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20", and a sentence behind a full stop
+  constexpr std::string_view before = "op.nbytes. ";
+  if (const auto found = text.find(before); found != std::string::npos) {
+    const auto sizes = text.substr(found + before.size());
     return {ForeignError::other_sizes,
             formatted("the ranks gave it tensors of different sizes (a part of {} bytes)",
-                      text.substr(sizes + std::string_view("op.nbytes. ").size()))};
+                      sizes.substr(0, sizes.find('.')))};
+  }
   // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
   if (const auto end = text.find("] ");
       text.starts_with("[") && text.substr(0, end).find(".cc:") != std::string::npos)
