@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/random_calls.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "support/catch.hpp"
@@ -21,20 +22,15 @@ using lockstep::detail::CallDifference;
 using lockstep::detail::FrameReader;
 using lockstep::detail::FrameWriter;
 using lockstep::detail::GroupStatus;
+using lockstep_test::mistaken;
+using lockstep_test::random_steps;
+using lockstep_test::Step;
 
 namespace {
 
-struct Step {
-  const char* operation = "all_reduce";
-  int op = 0, root = -1;
-  at::ScalarType dtype = at::kFloat;
-  std::int64_t elements = 1;
-  int label = 0;
-  bool operator==(const Step&) const = default;
-};
-
 void enter(GroupStatus& status, const Step& step) {
-  const std::vector<at::Tensor> tensors{at::empty({step.elements}, step.dtype)};
+  constexpr at::ScalarType dtypes[] = {at::kFloat, at::kDouble, at::kBFloat16};
+  const std::vector<at::Tensor> tensors{at::empty({step.elements}, dtypes[step.dtype])};
   const auto op = step.op < 0 ? std::nullopt : std::optional(static_cast<ReduceOp>(step.op));
   const auto root = step.root < 0 ? std::nullopt : std::optional(step.root);
   status.enter(step.operation, {}, CallContent::of(op, root, tensors),
@@ -60,56 +56,6 @@ class Store {
   CallComparison calls_{4};
 };
 
-std::vector<Step> program(std::mt19937& random) {
-  const auto below = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
-  std::vector<Step> steps(1 + random() % 300);
-  for (Step& step : steps) {
-    const bool reduces = below(3) > 0;
-    step = {reduces ? "all_reduce" : "broadcast",
-            reduces ? below(5) : -1,
-            reduces ? -1 : below(4),
-            below(2) == 0 ? at::kFloat : at::kInt,
-            1 + below(8),
-            below(3)};
-  }
-  return steps;
-}
-
-// Another program by one mistake.
-std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random) {
-  const auto at = static_cast<std::ptrdiff_t>(random() % steps.size());
-  Step& step = steps[static_cast<std::size_t>(at)];
-  switch (random() % 9) {
-    case 0:
-      steps.erase(steps.begin() + at);
-      break;
-    case 1:
-      steps.insert(steps.begin() + at, Step(step));
-      break;
-    case 2:
-      std::swap(step, steps[random() % steps.size()]);
-      break;
-    case 3:
-      step.dtype = at::kDouble;
-      break;
-    case 4:
-      step.op = step.op < 0 ? step.op : (step.op + 1) % 5;
-      break;
-    case 5:
-      step.root = step.root < 0 ? step.root : step.root + 1;
-      break;
-    case 6:
-      ++step.elements;
-      break;
-    case 7:
-      ++step.label;
-      break;
-    default:  // a rank that leaves out a step of several calls
-      steps.erase(steps.begin() + at, steps.begin() + std::min<std::ptrdiff_t>(at + 4, std::ssize(steps)));
-  }
-  return steps;
-}
-
 }  // namespace
 
 TEST_CASE(
@@ -117,7 +63,7 @@ TEST_CASE(
   int wrong = 0, missed = 0, blamed = 0, misplaced = 0;
   for (unsigned seed = 0; seed < 1200; ++seed) {
     std::mt19937 random(seed);
-    const auto right = program(random);
+    const auto right = random_steps(random);
     const int size = 2 + static_cast<int>(random() % 3), culprit = static_cast<int>(random() % 3) % size;
     const auto other = seed % 6 == 0 ? right : mistaken(right, random);
     wrong += other != right;
@@ -169,6 +115,25 @@ TEST_CASE("ranks at one pace, whatever it is, report a number that all of them r
     CAPTURE(pace);
     CHECK(store.found);
     CHECK((reports <= 4 || pace * reports <= 2 * 64));
+  }
+}
+
+TEST_CASE("ranks that wait for each other after different numbers of collectives are told apart") {
+  for (const int left_out : {1, 2, 40}) {
+    GroupStatus one("group", {}), other("group", {});
+    Store store;
+    for (int call = 0; call < 100; ++call) {
+      one.enter(call % 3 == 0 ? "barrier" : "all_gather");
+      if (call < 80 || call >= 80 + left_out) other.enter(call % 3 == 0 ? "barrier" : "all_gather");
+    }
+    for (int report = 0; report < 2; ++report) {
+      CHECK(!store.found);
+      store.take(one, 0);
+      store.take(other, 1);
+    }
+    CAPTURE(left_out);
+    CHECK(store.found.has_value() == (left_out < 40));
+    CHECK(!one.new_marks());
   }
 }
 

@@ -7,10 +7,13 @@
 #include <cstdlib>
 #include <iostream>
 #include <optional>
+#include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "comm/random_calls.hpp"
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
@@ -80,7 +83,23 @@ int run_stopped(const lockstep::World& world, const std::string& call, int culpr
   return 0;
 }
 
+// The program of collectives of `seed`, in which rank `culprit` makes a mistake unless it is -1.
+int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
+  constexpr at::ScalarType dtypes[] = {at::kFloat, at::kDouble, at::kBFloat16};
+  std::mt19937 random(seed);
+  auto steps = lockstep_test::random_steps(random);
+  if (world.rank() == culprit) steps = lockstep_test::mistaken(std::move(steps), random);
+  lockstep::GlooComm comm{world};
+  for (const lockstep_test::Step& step : steps) {
+    auto tensor = at::ones({step.elements}, dtypes[step.dtype]);
+    step.op < 0 ? comm.broadcast(tensor, step.root % world.size()).synchronize()
+                : comm.all_reduce(tensor, static_cast<lockstep::ReduceOp>(step.op)).synchronize();
+  }
+  return 0;
+}
+
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
+  if (fault.starts_with("calls of ")) return run_calls(world, static_cast<unsigned>(std::stoul(fault.substr(9))), culprit);
   if (fault.starts_with("stopped ")) return run_stopped(world, fault.substr(8), culprit);
   const bool mine = world.rank() == culprit;
   const auto timeout = fault == "never"  ? 1500ms

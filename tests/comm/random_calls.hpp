@@ -1,0 +1,74 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <random>
+#include <utility>
+#include <vector>
+
+/// Random programs of collectives, and what one mistake makes of them.
+namespace lockstep_test {
+
+/// A collective. `op` is -1 for a broadcast, `root` for an all-reduce; `dtype` is the number of float32, float64 or bfloat16.
+struct Step {
+  const char* operation = "all_reduce";
+  int op = 0, root = -1;
+  int dtype = 0;
+  std::int64_t elements = 1;
+  int label = 0;
+  bool operator==(const Step&) const = default;
+};
+
+inline std::vector<Step> random_steps(std::mt19937& random) {
+  const auto below = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
+  std::vector<Step> steps(1 + random() % 300);
+  for (Step& step : steps) {
+    const bool reduces = below(3) > 0;
+    step = {reduces ? "all_reduce" : "broadcast",
+            reduces ? below(5) : -1,
+            reduces ? -1 : below(4),
+            below(2),
+            1 + below(8),
+            below(3)};
+  }
+  return steps;
+}
+
+/// Returns the steps with one mistake, which may by chance change nothing.
+inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random) {
+  const auto at = static_cast<std::ptrdiff_t>(random() % steps.size());
+  Step& step = steps[static_cast<std::size_t>(at)];
+  switch (random() % 9) {
+    case 0:
+      steps.erase(steps.begin() + at);
+      break;
+    case 1:
+      steps.insert(steps.begin() + at, Step(step));
+      break;
+    case 2:
+      std::swap(step, steps[random() % steps.size()]);
+      break;
+    case 3:
+      step.dtype = 2;
+      break;
+    case 4:
+      step.op = step.op < 0 ? step.op : (step.op + 1) % 5;
+      break;
+    case 5:
+      step.root = step.root < 0 ? step.root : step.root + 1;
+      break;
+    case 6:
+      ++step.elements;
+      break;
+    case 7:
+      ++step.label;
+      break;
+    default:  // a rank that leaves out a step of several calls
+      steps.erase(steps.begin() + at, steps.begin() + std::min<std::ptrdiff_t>(at + 4, std::ssize(steps)));
+  }
+  return steps;
+}
+
+}  // namespace lockstep_test
