@@ -10,7 +10,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
@@ -20,16 +19,7 @@ namespace lockstep::detail {
 
 /// Returns Python's name of a dtype, such as "float32".
 inline std::string dtype_name(at::ScalarType type) {
-  constexpr std::pair<at::ScalarType, const char*> names[] = {
-      {at::kFloat, "float32"}, {at::kDouble, "float64"},
-      {at::kHalf, "float16"},  {at::kBFloat16, "bfloat16"},
-      {at::kByte, "uint8"},    {at::kChar, "int8"},
-      {at::kShort, "int16"},   {at::kInt, "int32"},
-      {at::kLong, "int64"},    {at::kComplexDouble, "complex128"},
-      {at::kBool, "bool"},     {at::kComplexFloat, "complex64"}};
-  for (const auto& [known, name] : names)
-    if (known == type) return name;
-  return c10::toString(type);
+  return std::string(c10::getDtypeNames(type).first);
 }
 
 /// Returns a shape or strides as Python prints them: "[4, 3]".
