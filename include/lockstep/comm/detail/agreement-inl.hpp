@@ -6,7 +6,6 @@
 #include <map>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
