@@ -107,8 +107,14 @@ class ProcessGroupComm {
                    ProcessGroupOptions options = {});
 
   ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
-  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept;
-  ~ProcessGroupComm();
+  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept {
+    if (this == &other) return *this;
+    leave();
+    group_ = std::move(other.group_);
+    exceptions_ = other.exceptions_;
+    return *this;
+  }
+  ~ProcessGroupComm() { leave(); }
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
@@ -178,18 +184,27 @@ class ProcessGroupComm {
   [[nodiscard]] detail::BackendGroup& group() const;
 
  private:
-  Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors);
+  // Ends the use of the group, if there is one: aborts it if it has failed, or during the unwinding of an exception that
+  // was thrown after the construction, else shuts it down.
+  void leave() noexcept;
+
+  // A collective that writes to its tensors. `start(backend, buffer)` starts it on the one buffer of each dtype. A
+  // reduction to `root` has a result there, a broadcast from it elsewhere.
+  template <class Start>
+  Work in_place(const char* name, at::TensorList tensors, std::optional<ReduceOp> op, std::optional<int> root,
+                const Start& start);
+  // A collective from inputs to outputs, whose dimension 0 has the given number of rows; 1 if it is of no rank.
+  // `start(backend, output, input)` starts it on the buffers of each dtype.
+  template <class Start>
+  Work exchange(const char* name, at::TensorList outputs, int output_rows, at::TensorList inputs,
+                int input_rows, std::optional<ReduceOp> op, const Start& start);
   Work message(bool sends, at::TensorList tensors, int peer, int tag);
 
-  // Starts an operation by `start(backend, bundle.buffer)` as a part of the Work. If its result is `wanted`,
-  // divides it if `op` is an average that the backend cannot compute, and copies it from the buffer to the
-  // bundle's tensors.
+  // Starts an operation by `start(backend, buffer)` as a part of the Work. If its result is `wanted`, completes
+  // what the backend cannot compute of `op`, and copies it from the buffer to the bundle's tensors.
   template <class Start>
   void launch(Work& work, const char* name, detail::TensorBundle bundle, const Start& start,
               std::optional<ReduceOp> op = {}, bool wanted = true);
-  // Adds a part to the Work, and a function that completes its results.
-  template <class Finish>
-  void add_with(Work& work, c10::intrusive_ptr<c10d::Work> part, Finish finish);
 
   std::shared_ptr<detail::BackendGroup> group_;
   int exceptions_ = std::uncaught_exceptions();

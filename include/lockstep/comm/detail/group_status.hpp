@@ -20,7 +20,6 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/call_history.hpp"
@@ -58,11 +57,6 @@ inline std::string duration_text(std::chrono::steady_clock::duration time) {
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
   if (milliseconds < 1000) return detail::formatted("{} ms", milliseconds);
   return detail::formatted("{} s", milliseconds / 1000);
-}
-
-/// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
-inline std::string joined(const std::vector<std::string>& items) {
-  return listed(items) + (items.size() == 1 ? " has" : " have");
 }
 
 /// What a collective has in common on all ranks, beside its name.
