@@ -36,16 +36,6 @@ struct CollectiveError : E, ThrownByAll {
 std::string first_line(const std::exception& error);
 std::string first_line(const std::exception_ptr& error);
 
-/// Returns whether `error` is an E.
-template <class E>
-bool holds(const std::exception_ptr& error) noexcept try {
-  std::rethrow_exception(error);
-} catch (const E&) {
-  return true;
-} catch (...) {
-  return false;
-}
-
 /// Runs `part`, for which the other ranks may have to wait. If `part` throws an error of this rank alone,
 /// calls `tell()` inside the handler and rethrows. `ranks` is the number of ranks that may wait. A
 /// CollectiveError of fewer ranks, which a sub-group has thrown together, also calls `tell()`.
@@ -71,7 +61,8 @@ void abort_for_others(C& comm, const std::string& where = "") {
 }
 
 /// Returns whether every one of `ranks` of the world calls this within two seconds because each of them throws: then no
-/// rank waits for another. The ranks learn this from the store, since a rank that does not throw may be in any collective.
+/// rank waits for another. The ranks learn this from the store, since a rank that does not throw may be in any
+/// collective.
 bool every_rank_throws(const World& world, const std::vector<int>& ranks) noexcept;
 template <class C>
 bool every_rank_throws(C& comm) noexcept {

@@ -26,7 +26,6 @@ namespace lockstep {
 namespace detail {
 
 class BackendGroup;
-struct TensorBundle;
 
 /// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
 /// device wait() is the wait of c10d's Work, which orders the current stream after the operation. Not
@@ -76,8 +75,8 @@ static_assert(AsyncWork<ProcessGroupWork>);
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
 /// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
 /// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
-/// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where they
-/// have one. It does not use the backend afterwards.
+/// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where
+/// they have one. It does not use the backend afterwards.
 ///
 /// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. If
 /// the calls of the ranks differ, in their shapes or dtypes for instance, each throws MismatchError within
@@ -181,30 +180,14 @@ class ProcessGroupComm {
   [[nodiscard]] std::shared_ptr<detail::BackendGroup> split_group(const std::vector<int>& ranks);
 
   /// Returns the group. Throws UsageError if this communicator was moved from.
-  [[nodiscard]] detail::BackendGroup& group() const;
+  [[nodiscard]] const std::shared_ptr<detail::BackendGroup>& group() const;
 
  private:
-  // Ends the use of the group, if there is one: aborts it if it has failed, or during the unwinding of an exception that
-  // was thrown after the construction, else shuts it down.
+  // Ends the use of the group, if there is one: aborts it if it has failed, or during the unwinding of an exception
+  // that was thrown after the construction, else shuts it down.
   void leave() noexcept;
 
-  // A collective that writes to its tensors. `start(backend, buffer)` starts it on the one buffer of each dtype. A
-  // reduction to `root` has a result there, a broadcast from it elsewhere.
-  template <class Start>
-  Work in_place(const char* name, at::TensorList tensors, std::optional<ReduceOp> op, std::optional<int> root,
-                const Start& start);
-  // A collective from inputs to outputs, whose dimension 0 has the given number of rows; 1 if it is of no rank.
-  // `start(backend, output, input)` starts it on the buffers of each dtype.
-  template <class Start>
-  Work exchange(const char* name, at::TensorList outputs, int output_rows, at::TensorList inputs,
-                int input_rows, std::optional<ReduceOp> op, const Start& start);
   Work message(bool sends, at::TensorList tensors, int peer, int tag);
-
-  // Starts an operation by `start(backend, buffer)` as a part of the Work. If its result is `wanted`, completes
-  // what the backend cannot compute of `op`, and copies it from the buffer to the bundle's tensors.
-  template <class Start>
-  void launch(Work& work, const char* name, detail::TensorBundle bundle, const Start& start,
-              std::optional<ReduceOp> op = {}, bool wanted = true);
 
   std::shared_ptr<detail::BackendGroup> group_;
   int exceptions_ = std::uncaught_exceptions();

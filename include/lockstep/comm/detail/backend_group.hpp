@@ -45,9 +45,8 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
@@ -117,7 +116,10 @@ class BackendGroup final : public Group {
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     has_futures_ = on_host();
     check_ = {is_gloo_ ? "Gloo" : formatted("the backend '{}'", backend_name), options_.device.type()};
-    connected();
+    // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
+    // store.
+    if (plane() && !state_of(world).communicates.exchange(true))
+      plane()->publish({.kind = Event::connected, .rank = world.rank()});
     if (!on_host()) watch_ = std::jthread([this](const std::stop_token& stop) { watch_operations(stop); });
   }
 
@@ -140,8 +142,6 @@ class BackendGroup final : public Group {
       left_behind->push_back(left);
     }
   }
-  BackendGroup(const BackendGroup&) = delete;
-  BackendGroup& operator=(const BackendGroup&) = delete;
 
   [[nodiscard]] const ProcessGroupOptions& options() const { return options_; }
   [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
@@ -234,9 +234,15 @@ class BackendGroup final : public Group {
     Group::check_error();
   }
 
-  /// Watches an operation on a device until it is complete. A no-op while this thread captures a graph, since
-  /// a captured operation completes only when the graph is replayed.
-  void watch(const Call& call, BackendWork work) {
+  /// Holds an operation in flight: on the host a message until forget() or shutdown(), as Gloo would not send one
+  /// whose work is destroyed; on a device any operation, which the thread watches until it is complete. A no-op while
+  /// this thread captures a graph, since a captured operation completes only when the graph is replayed.
+  void hold(const Call& call, BackendWork work) {
+    if (on_host() && !call.peer) return;
+    if (on_host()) {
+      const std::lock_guard lock(mutex_);
+      return kept_.push_back(std::move(work));
+    }
     const c10::impl::VirtualGuardImpl guard(options_.device.type());
     if (CaptureScope::active() || is_capturing(guard, guard.getStream(options_.device))) return;
     {
@@ -268,12 +274,7 @@ class BackendGroup final : public Group {
     await(call, launch(call.name, start), call.start + timeout());
   }
 
-  /// Keeps a message on the host until forget() or shutdown(): Gloo would not send one whose work is
-  /// destroyed.
-  void keep(BackendWork message) {
-    const std::lock_guard lock(mutex_);
-    kept_.push_back(std::move(message));
-  }
+  /// Ends hold() of a message.
   void forget(const BackendWork& message) {
     const std::lock_guard lock(mutex_);
     std::erase(kept_, message);
@@ -317,22 +318,20 @@ class BackendGroup final : public Group {
   // Gloo ends a wait for a message only by abort, or by a timeout that breaks its connection.
   void await_message(const Call& call, const BackendWork& work, Clock::time_point until) {
     const auto end = call.start + timeout();
-    CallWatch watch(*this, call);
-    for (;;) {
-      std::optional<ControlPlane::Interruption> interruption;
-      if (plane())
-        interruption.emplace(
+    for (CallWatch watch(*this, call);;) {
+      {
+        const ControlPlane::Interruption interruption(
             *plane(), [work] { work->abort(); }, std::min(watch.next(), until));
-      // After the registration: a failure that arrived before it aborts nothing.
-      check(watch.look());
-      try {
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
-        if (work->wait(std::max(left, std::chrono::milliseconds(1)))) return;
-      } catch (...) {
-        if (Clock::now() >= end) throw_timeout(call);
-        throw_transport_error(call, std::current_exception());
+        // After the registration: a failure that arrived before it aborts nothing.
+        check(watch.look());
+        try {
+          const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+          if (work->wait(std::max(left, std::chrono::milliseconds(1)))) return;
+        } catch (...) {
+          if (Clock::now() >= end) throw_timeout(call);
+          throw_transport_error(call, std::current_exception());
+        }
       }
-      interruption.reset();
       if (Clock::now() >= until) throw_timeout(call);
     }
   }
@@ -393,7 +392,8 @@ class BackendGroup final : public Group {
   // late.
   void end_operations() noexcept override try {
     const std::lock_guard lock(mutex_);
-    if (!backend_ || ending_ || (on_host() && (!made_ || holds<TimeoutError>(error())))) return;
+    if (!backend_ || ending_ || (on_host() && (!made_ || failure_of(error()).kind == FailureKind::timed_out)))
+      return;
     ending_.emplace([backend = backend_] { abort_operations(*backend); });
   } catch (const std::exception&) {  // no thread can be started
   }
@@ -471,18 +471,12 @@ class BackendGroup final : public Group {
   std::jthread watch_;
 };
 
-/// Returns the ranks of a world of `size` ranks: 0, 1, and so on.
-inline std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(static_cast<std::size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 /// Makes the group of all ranks in the constructor `constructor` of a communicator. Collective. Throws
 /// UsageError for invalid options.
 ///
-/// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their communicators in
-/// one order. The store counts them, so that all Worlds and shared objects of a process count together.
+/// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their
+/// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count
+/// together.
 inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const World& world,
                                                  ProcessGroupOptions options,
                                                  c10::intrusive_ptr<c10d::Backend> backend = {}) {
@@ -494,7 +488,9 @@ inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const 
     number = Group(world, {world.rank()}, name, options.timeout).ask(Group::making(), [&](RunClient run) {
       return run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
     });
-  return std::make_shared<BackendGroup>(world, all_ranks(world.size()), formatted("{}/{}", name, number),
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<BackendGroup>(world, std::move(ranks), formatted("{}/{}", name, number),
                                         std::move(options), std::move(backend));
 }
 

@@ -79,12 +79,13 @@ inline std::string lateness(const Call& call, const std::map<int, FailedCall>& p
              : incomplete + " although every rank has entered it: the network or a rank is too slow";
 }
 
-/// What a thread learns of the other ranks while it waits for one call: failures, as they are published, and which ranks
-/// are late. Not thread-safe.
+/// What a thread learns of the other ranks while it waits for one call: failures, as they are published, and which
+/// ranks are late. Not thread-safe.
 ///
 /// After 5 s, and then every 30 s, it asks whether the ranks are in the same collective and still answer; a shorter
-/// heartbeat_timeout() shortens these intervals. It logs a warning that names the late ranks after 30 s, or after half the
-/// timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as failed.
+/// heartbeat_timeout() shortens these intervals. It logs a warning that names the late ranks after 30 s, or after
+/// half the timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as
+/// failed.
 ///
 /// No function blocks on the store without a bound, even if the store does not answer: look() returns within 2 s,
 /// cause_of() within 10 s, await_departures() at most 10 s after the timeout.
@@ -102,8 +103,8 @@ class CallWatch {
   /// Returns when `look` will next ask the other ranks.
   [[nodiscard]] Clock::time_point next() const { return next_; }
 
-  /// Returns why the call can never complete, null while it still may. Blocks for 1.5 s at most, where it asks the other
-  /// ranks.
+  /// Returns why the call can never complete, null while it still may. Blocks for 1.5 s at most, where it asks the
+  /// other ranks.
   [[nodiscard]] std::exception_ptr look() {
     if (!group_.plane()) return nullptr;
     if (const auto version = group_.plane()->version(); version != seen_) {
@@ -162,8 +163,8 @@ class CallWatch {
                   .message = text + " " + waiting_text(own, group_.place_of(call_))});
   }
 
-  /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a rank
-  /// that still answers has not left.
+  /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a
+  /// rank that still answers has not left.
   void await_departures() {
     const auto& plane = group_.plane();
     if (!plane) return;
@@ -216,8 +217,8 @@ class CallWatch {
     }
   }
 
-  // Returns the ranks that the call needs and that have not answered. One that has left the group in good order needs not
-  // answer; obstacle() finds the calls that it has left out.
+  // Returns the ranks that the call needs and that have not answered. One that has left the group in good order needs
+  // not answer; obstacle() finds the calls that it has left out.
   [[nodiscard]] std::vector<int> silent(const Answers& answers) const {
     std::vector<int> silent;
     for (std::size_t i = 0; i < group_.ranks().size(); ++i)
@@ -227,8 +228,8 @@ class CallWatch {
         silent.push_back(rank);
     return silent;
   }
-  // Returns an error if the store, or a rank that the call needs, has been silent for too long. `gap` is the time between
-  // the last two questions.
+  // Returns an error if the store, or a rank that the call needs, has been silent for too long. `gap` is the time
+  // between the last two questions.
   [[nodiscard]] std::exception_ptr find_silent(const Answers& answers, Clock::duration gap) {
     std::set<int> all;
     if (!answers.store_answers && !answers.store_left) all.insert(store);
@@ -256,8 +257,8 @@ class CallWatch {
     return group_.peer_error(failure, call_);
   }
 
-  // Logs a warning, on the lowest of the ranks that wait for one call; if the store does not answer, on the first rank of
-  // each host.
+  // Logs a warning, on the lowest of the ranks that wait for one call; if the store does not answer, on the first
+  // rank of each host.
   void warn(const Answers& answers) const {
     const World& world = group_.world();
     const bool lower =

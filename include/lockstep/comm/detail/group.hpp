@@ -17,6 +17,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/detail/world_state.hpp"
@@ -33,16 +34,17 @@ inline std::string store_text(const Environment& environment) {
                    environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
 
-/// The part of a communicator that no transport changes: its members, who has come to make it and who has left, the opening
-/// of its calls, and its first error. CallWatch is how its threads wait.
+/// The part of a communicator that no transport changes: its members, who has come to make it and who has left, the
+/// opening of its calls, and its first error. CallWatch is how its threads wait.
 ///
-/// A thread that finds an error stores it, publishes it to the other ranks if they cannot know of it, and only then ends
-/// the transport's work, so that no rank sees a consequence before its cause.
+/// A thread that finds an error stores it, publishes it to the other ranks if they cannot know of it, and only then
+/// ends the transport's work, so that no rank sees a consequence before its cause.
 ///
-/// No function blocks on the store without a bound, even if the store does not answer. A function with a deadline returns or
-/// throws at most 2 s after it, a function without one within 2 s.
+/// No function blocks on the store without a bound, even if the store does not answer. A function with a deadline
+/// returns or throws at most 2 s after it, a function without one within 2 s.
 ///
-/// Thread safety: any thread may call any function, but one thread at a time may begin collectives and create child groups.
+/// Thread safety: any thread may call any function, but one thread at a time may begin collectives and create child
+/// groups.
 class Group {
  public:
   using Clock = std::chrono::steady_clock;
@@ -82,8 +84,8 @@ class Group {
   /// Null in a world of one rank.
   [[nodiscard]] const std::shared_ptr<ControlPlane>& plane() const { return plane_; }
 
-  /// Returns `ask(run)`, a request to the store. Throws TimeoutError at the timeout of `call`, PeerError if another rank has
-  /// failed, and CommunicationError if the store is gone.
+  /// Returns `ask(run)`, a request to the store. Throws TimeoutError at the timeout of `call`, PeerError if another
+  /// rank has failed, and CommunicationError if the store is gone.
   template <class Ask>
   auto ask(const Call& call, Ask&& ask) -> decltype(ask(std::declval<RunClient>())) {
     auto answer = ask_until(call, call.start + timeout_, std::forward<Ask>(ask));
@@ -93,8 +95,9 @@ class Group {
   /// Returns the Call of a rendezvous: it has no name and no sequence number.
   static Call making() { return {"", 0, {}, 0, Clock::now(), served_call}; }
 
-  /// Blocks until every rank has come to make the group. Throws TimeoutError, which names the missing ranks, and PeerError
-  /// if a rank has failed, or has ended without coming. The lowest rank that waits logs warnings as a CallWatch does.
+  /// Blocks until every rank has come to make the group. Throws TimeoutError, which names the missing ranks, and
+  /// PeerError if a rank has failed, or has ended without coming. The lowest rank that waits logs warnings as a
+  /// CallWatch does.
   void join() {
     if (!plane_) return;
     const Call call = making();
@@ -128,13 +131,6 @@ class Group {
         world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
       next_warning = call.start + 2 * (now - call.start);
     }
-  }
-
-  /// Records that the transport is connected: from now on the other ranks notice by it when this rank dies.
-  /// Until then the server of the store watches this rank's connection.
-  void connected() const noexcept {
-    if (plane_ && !state_of(world_).communicates.exchange(true))
-      plane_->publish({.kind = Event::connected, .rank = world_.rank()});
   }
 
   /// Returns whether no call can complete: another rank has failed, or has aborted this group.
@@ -189,13 +185,14 @@ class Group {
     rethrow();
   }
 
-  /// Fails every later call of the group on all ranks, with `reason` or with the error by which it has failed here, and ends
-  /// the work in flight. An empty reason is that of an exception. Takes at most 1 s.
+  /// Fails every later call of the group on all ranks, with `reason` or with the error by which it has failed here,
+  /// and ends the work in flight. An empty reason is that of an exception. Takes at most 1 s.
   void abort(const std::string& reason) noexcept {
     const bool first = keep_error(std::make_exception_ptr(
         CommunicationError("the communicator was aborted: " + (reason.empty() ? by_exception : reason))));
-    // The other ranks know of a PeerError.
-    if (first || !holds<PeerError>(error_)) publish_abort(first ? reason : first_line(error_));
+    // The other ranks know of a consequence.
+    if (first || failure_of(error_).kind != FailureKind::consequence)
+      publish_abort(first ? reason : first_line(error_));
     end_operations();
   }
 

@@ -35,8 +35,7 @@ struct Call {
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
   ServedCall served{};
-  std::shared_ptr<const std::string>
-      label{};  // such as "bucket 2 of 5, with fc.weight"; null if there is none
+  std::shared_ptr<const std::string> label{};  // such as "bucket 2 of 5, with fc.weight"; may be null
 
   /// Returns the values of this call for a Failure.
   [[nodiscard]] FailedCall failed() const {
@@ -111,7 +110,8 @@ class GroupStatus : public ReportedGroup {
     const std::lock_guard lock(mutex_);
     if (last_.empty()) last_.resize(most_kept);
     const std::uint64_t sequence = ++sequence_;
-    last_[sequence % most_kept] = {operation, served, content, std::move(label), hash_ = hash};
+    last_[sequence % most_kept] = {
+        {operation, sequence, {}, 0, {}, served, std::move(label)}, content, hash_ = hash};
     if (sequence % mark_interval == 0)
       for (int power = std::countr_zero(sequence); power >= 6; --power)
         marks_[static_cast<std::size_t>(power - 6)] = {sequence, hash};
@@ -151,17 +151,14 @@ class GroupStatus : public ReportedGroup {
   static constexpr std::uint64_t most_kept = 1024;
 
   struct Entry {
-    const char* operation = "";
-    ServedCall served{};
+    Call call{};
     CallContent content{};
-    std::shared_ptr<const std::string> label{};
     std::uint64_t hash = 0;
   };
 
   [[nodiscard]] RecordedCall call(std::uint64_t sequence) const {
-    const Entry& entry = last_[sequence % most_kept];
-    return {entry.hash, entry.content.text(entry.operation) + (entry.label ? " (" + *entry.label + ")" : ""),
-            Call{entry.operation, sequence, {}, 0, {}, entry.served, entry.label}.failed()};
+    const auto& [call, content, hash] = last_[sequence % most_kept];
+    return {hash, content.text(call.name) + (call.label ? " (" + *call.label + ")" : ""), call.failed()};
   }
 
   mutable std::mutex mutex_;
