@@ -41,12 +41,6 @@ inline c10d::ReduceOp native(ReduceOp op, const at::Tensor& tensor, bool average
   return op == ReduceOp::avg && !averages ? Native::SUM : ops[static_cast<int>(op)];
 }
 
-inline void divide(at::Tensor tensor, int divisor) {
-  if (divisor == 1) return;
-  at::NoGradGuard no_grad;
-  tensor.detach().div_(divisor);
-}
-
 /// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last. An average is a sum that the
 /// caller divides.
 inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, ReduceOp op) {
@@ -64,8 +58,7 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
     else
       result.add_(row);
   }
-  at::Tensor target = output;
-  target.detach().copy_(result.view(output.sizes()));
+  output.detach().copy_(result.view(output.sizes()));
 }
 
 /// The tensors of one dtype in a list, and the buffer [rows, ...] that is sent for them. Row r of the buffer
@@ -101,8 +94,7 @@ struct TensorBundle {
     std::int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
       const std::int64_t length = tensor.numel() / rows;
-      at::Tensor target = tensor;
-      target.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
+      tensor.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
       offset += length;
     }
   }
@@ -114,13 +106,10 @@ inline c10::SmallVector<TensorBundle, 1> bundles_of(at::TensorList tensors, std:
   c10::SmallVector<TensorBundle, 1> bundles;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    TensorBundle* home = nullptr;
-    for (TensorBundle& bundle : bundles)
-      if (bundle.tensors[0].scalar_type() == tensor.scalar_type()) home = &bundle;
-    if (!home) {
-      home = &bundles.emplace_back();
-      home->rows = rows;
-    }
+    auto* home = std::find_if(bundles.begin(), bundles.end(), [&](const TensorBundle& bundle) {
+      return bundle.tensors[0].scalar_type() == tensor.scalar_type();
+    });
+    if (home == bundles.end()) home = &bundles.emplace_back(TensorBundle{.tensors = {}, .rows = rows});
     home->tensors.push_back(tensor);
   }
   for (TensorBundle& bundle : bundles)

@@ -88,8 +88,9 @@ void start_bundle(ProcessGroupWork& work, BackendGroup& group, const char* name,
   const bool done = divisor == 1 && bundle.in_place() && !bundle.received.defined();
   if (!wanted || done) return work.add(std::move(part));
   const auto finish = [bundle = std::move(bundle), divisor, op] {
+    const at::NoGradGuard no_grad;
     if (bundle.received.defined()) combine_rows(bundle.buffer, bundle.received, *op);
-    divide(bundle.buffer, divisor);
+    if (divisor > 1) bundle.buffer.detach().div_(divisor);
     bundle.unpack();
   };
   const bool finishes = group.at_completion(part, [finish](bool error) {
