@@ -17,7 +17,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
-#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/detail/world_state.hpp"
@@ -367,8 +366,7 @@ class Group {
   std::shared_ptr<const std::string> label_;
   std::atomic<bool> closed_{false}, published_{false}, failed_{false};
   std::mutex error_mutex_;
-  std::exception_ptr
-      error_;  // the first; once failed_ is true it never changes, and is read without the mutex
+  std::exception_ptr error_;  // the first: once failed_ is true it never changes, and is read without mutex
 };
 
 }  // namespace lockstep::detail
