@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "lockstep/comm/detail/backend_group.hpp"
-#include "lockstep/comm/detail/group.hpp"
+#include "lockstep/comm/detail/call_watch.hpp"
+#include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/world_state.hpp"
@@ -183,6 +184,8 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
   std::atomic<int> wrong{0}, named{0}, unanswered{0};
   std::barrier all(size), alive(size - 1);
   std::vector<std::thread> ranks;
+  std::vector<int> all_ranks;
+  for (int rank = 0; rank < size; ++rank) all_ranks.push_back(rank);
   for (int rank = 0; rank < size; ++rank)
     ranks.emplace_back([&, rank] {
       lockstep::Environment environment;
@@ -191,7 +194,7 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
       environment.rendezvous = fmt::format("tcp://127.0.0.1:{}", port);
       const lockstep::World world(environment);
       const auto joined = world.store();  // blocks until all have come
-      auto status = std::make_shared<GroupStatus>("group", lockstep::detail::all_ranks(size));
+      auto status = std::make_shared<GroupStatus>("group", all_ranks);
       for (int call = 0; call < 7; ++call) status->enter("all_reduce");
       std::optional<ControlPlane> plane;
       plane.emplace(rank, lockstep::detail::state_of(world).connection());

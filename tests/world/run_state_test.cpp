@@ -372,7 +372,7 @@ class Simulation {
     if (rank.view.left_before("g", {.operation = "all_reduce", .sequence = rank.call})) end(rank, 1);
   }
 
-  // The rank waits in `call`: it looks after the others now and then, as Group::CallWatch does.
+  // The rank waits in `call`: it looks after the others now and then, as CallWatch does.
   void watch(Rank& rank, std::uint64_t call, Duration after) {
     at(after, [this, &rank, call] {
       if (!acts(rank) || !rank.waits || rank.call != call) return;

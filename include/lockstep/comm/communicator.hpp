@@ -4,6 +4,7 @@
 #include <concepts>
 #include <cstddef>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -111,8 +112,11 @@ struct RankNames {
   RankNames() = default;
   template <class C>
   explicit RankNames(const C& group) {
-    if constexpr (requires { group.world_rank(0); })
-      for (int rank = 0; rank < group.size(); ++rank) names.push_back(group.world_rank(rank));
+    for (int rank = 0; rank < group.size(); ++rank)
+      if constexpr (requires { group.world_rank(0); })
+        names.push_back(group.world_rank(rank));
+      else
+        names.push_back(rank);
   }
   int operator()(std::size_t rank) const { return names.empty() ? static_cast<int>(rank) : names.at(rank); }
 

@@ -158,15 +158,15 @@ class NcclComm : public ProcessGroupComm {
   }
 
   /// See Labelled.
-  void label(std::shared_ptr<const std::string> text) { group().state().label(std::move(text)); }
+  void label(std::shared_ptr<const std::string> text) { group()->label(std::move(text)); }
 
   /// Calls `replay()`, which replays a graph with collectives of this communicator, as one collective with
   /// the timeout of the options. Throws the communicator's first error instead if there is one.
   template <class Replay>
   void watch_replay(Replay&& replay) {
-    const detail::Call call = group().state().begin("replay");
+    const detail::Call call = group()->begin("replay");
     std::forward<Replay>(replay)();
-    group().watch(call, c10::make_intrusive<detail::StreamWork>(tensor_device()));
+    group()->hold(call, c10::make_intrusive<detail::StreamWork>(tensor_device()));
   }
 
  private:

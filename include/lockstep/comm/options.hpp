@@ -8,8 +8,6 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
 namespace c10d {
@@ -64,15 +62,4 @@ struct ProcessGroupOptions {
   MakeBackend make_backend = {};
 };
 
-namespace detail {
-
-inline GlooOptions checked(GlooOptions options) {
-  options.timeout = checked_timeout("GlooOptions", options.timeout);
-  if (options.threads < 1)
-    throw UsageError(detail::formatted(
-        "GlooOptions: with {} threads no collective could run: give at least 1", options.threads));
-  return options;
-}
-
-}  // namespace detail
 }  // namespace lockstep

@@ -26,7 +26,6 @@ namespace lockstep {
 namespace detail {
 
 class BackendGroup;
-struct TensorBundle;
 
 /// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
 /// device wait() is the wait of c10d's Work, which orders the current stream after the operation. Not
@@ -76,8 +75,8 @@ static_assert(AsyncWork<ProcessGroupWork>);
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
 /// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
 /// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
-/// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where they
-/// have one. It does not use the backend afterwards.
+/// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where
+/// they have one. It does not use the backend afterwards.
 ///
 /// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. If
 /// the calls of the ranks differ, in their shapes or dtypes for instance, each throws MismatchError within
@@ -107,8 +106,14 @@ class ProcessGroupComm {
                    ProcessGroupOptions options = {});
 
   ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
-  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept;
-  ~ProcessGroupComm();
+  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept {
+    if (this == &other) return *this;
+    leave();
+    group_ = std::move(other.group_);
+    exceptions_ = other.exceptions_;
+    return *this;
+  }
+  ~ProcessGroupComm() { leave(); }
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
@@ -175,21 +180,14 @@ class ProcessGroupComm {
   [[nodiscard]] std::shared_ptr<detail::BackendGroup> split_group(const std::vector<int>& ranks);
 
   /// Returns the group. Throws UsageError if this communicator was moved from.
-  [[nodiscard]] detail::BackendGroup& group() const;
+  [[nodiscard]] const std::shared_ptr<detail::BackendGroup>& group() const;
 
  private:
-  Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors);
-  Work message(bool sends, at::TensorList tensors, int peer, int tag);
+  // Ends the use of the group, if there is one: aborts it if it has failed, or during the unwinding of an exception
+  // that was thrown after the construction, else shuts it down.
+  void leave() noexcept;
 
-  // Starts an operation by `start(backend, bundle.buffer)` as a part of the Work. If its result is `wanted`,
-  // divides it if `op` is an average that the backend cannot compute, and copies it from the buffer to the
-  // bundle's tensors.
-  template <class Start>
-  void launch(Work& work, const char* name, detail::TensorBundle bundle, const Start& start,
-              std::optional<ReduceOp> op = {}, bool wanted = true);
-  // Adds a part to the Work, and a function that completes its results.
-  template <class Finish>
-  void add_with(Work& work, c10::intrusive_ptr<c10d::Work> part, Finish finish);
+  Work message(bool sends, at::TensorList tensors, int peer, int tag);
 
   std::shared_ptr<detail::BackendGroup> group_;
   int exceptions_ = std::uncaught_exceptions();

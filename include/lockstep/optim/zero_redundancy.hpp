@@ -16,8 +16,8 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/random_calls.hpp"
+#include "lockstep/comm/detail/call_watch.hpp"
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
@@ -176,7 +177,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     group.join();
     if (mine) raise(SIGKILL);
     group.depart(Group::making());
-    group.farewell(Group::making());
+    lockstep::detail::CallWatch(group, Group::making()).await_departures();
     std::cout << "left" << std::endl;
     return 0;
   } else if (fault == "cut") {

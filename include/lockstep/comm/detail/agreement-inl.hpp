@@ -6,7 +6,6 @@
 #include <map>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
@@ -88,16 +87,11 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
       group->second.push_back(name_of(rank));
     }
     if (groups.size() == 1) continue;
-    std::string text(name);
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      const auto& [value, ranks] = groups[i];
-      text += formatted("{}{} on rank{} {}",
-                        i == 0                  ? " is "
-                        : i + 1 < groups.size() ? ", "
-                                                : " and ",
-                        value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8));
-    }
-    return text;
+    std::vector<std::string> places;
+    for (const auto& [value, ranks] : groups)
+      places.push_back(
+          formatted("{} on rank{} {}", value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8)));
+    return std::string(name) + " is " + listed(places);
   }
   return {};
 }

@@ -2,19 +2,24 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <ctime>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <stop_token>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,6 +34,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/agreement.hpp"
+#include "lockstep/comm/detail/call_watch.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/group.hpp"
@@ -38,8 +44,11 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -62,15 +71,12 @@ class SigpipeGuard {
   SigpipeGuard() {
     sigemptyset(&pipe_);
     sigaddset(&pipe_, SIGPIPE);
-    sigset_t pending;
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
     pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
   }
   ~SigpipeGuard() {
     if (sigismember(&before_, SIGPIPE) == 1) return;
     const timespec now{0, 0};
-    if (!was_pending_) sigtimedwait(&pipe_, nullptr, &now);  // consume our own signal, if there is one
+    sigtimedwait(&pipe_, nullptr, &now);  // consume our own signal, if there is one
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
   SigpipeGuard(const SigpipeGuard&) = delete;
@@ -78,10 +84,9 @@ class SigpipeGuard {
 
  private:
   sigset_t pipe_{}, before_{};
-  bool was_pending_ = false;
 };
 
-/// The state that a ProcessGroupComm and its Works share: the Group and the backend.
+/// The state that a ProcessGroupComm and its Works share: a Group with its backend.
 ///
 /// On a device a thread of the group watches the operations in flight: the program itself may wait for the
 /// device, which does not return while another rank is missing. The thread waits for the oldest operation as
@@ -90,42 +95,37 @@ class SigpipeGuard {
 /// The destructor of a backend may wait for all works in flight, up to its timeout. So it runs on a thread
 /// that may be left behind. After a failure, or without shutdown(), a backend that the group has made is
 /// aborted first; one on a device then leaks: the process is about to end.
-class BackendGroup {
+class BackendGroup final : public Group {
  public:
-  using Clock = std::chrono::steady_clock;
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
   BackendGroup(const World& world, std::vector<int> ranks, std::string name, ProcessGroupOptions options,
                Backend backend = {})
-      : options_(std::move(options)),
-        state_(world, std::move(ranks), std::move(name), options_.timeout, [this] { end_operations(); }),
+      : Group(world, std::move(ranks), std::move(name), options.timeout),
+        options_(std::move(options)),
         backend_(std::move(backend)),
         made_(!backend_) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
-    state_.join();
+    join();
     if (!backend_)
-      backend_ = connect(
-          [world, rank = state_.rank(), size = state_.size(), own = options_, prefix = state_.name()] {
-            return own.make_backend(own_store(world, prefix, own.timeout), rank, size);
-          });
+      backend_ = connect(this->name(), [rank = rank(), size = size(), own = options_](const StorePtr& store) {
+        return own.make_backend(store, rank, size);
+      });
     const std::string backend_name = backend_->getBackendName();
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     has_futures_ = on_host();
     check_ = {is_gloo_ ? "Gloo" : formatted("the backend '{}'", backend_name), options_.device.type()};
-    state_.connected();
-    if (!on_host()) watch_ = std::thread([this] { watch_operations(); });
+    // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
+    // store.
+    if (plane() && !state_of(world).communicates.exchange(true))
+      plane()->publish({.kind = Event::connected, .rank = world.rank()});
+    if (!on_host()) watch_ = std::jthread([this](const std::stop_token& stop) { watch_operations(stop); });
   }
 
-  ~BackendGroup() {
-    if (watch_.joinable()) {
-      {
-        const std::lock_guard lock(watch_mutex_);
-        watch_ends_ = true;
-      }
-      watch_changed_.notify_all();
-      watch_.join();
-    }
+  ~BackendGroup() override {
+    watch_.request_stop();
+    if (watch_.joinable()) watch_.join();
     if (ending_) static_cast<void>(ending_->ends_within(2 * last_wait));
     if (!backend_) return;
     // Not owned by the thread, which may never begin.
@@ -142,14 +142,11 @@ class BackendGroup {
       left_behind->push_back(left);
     }
   }
-  BackendGroup(const BackendGroup&) = delete;
-  BackendGroup& operator=(const BackendGroup&) = delete;
 
-  [[nodiscard]] Group& state() { return state_; }
   [[nodiscard]] const ProcessGroupOptions& options() const { return options_; }
-  [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
   [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
 
+  [[nodiscard]] bool is_forked() const { return getpid() != owner_; }
   [[nodiscard]] bool on_host() const { return options_.device.is_cpu(); }
   [[nodiscard]] bool averages() const { return !on_host() && !is_gloo_; }
   [[nodiscard]] bool ignores_tags() const { return is_nccl_; }
@@ -166,7 +163,7 @@ class BackendGroup {
     } catch (const std::exception& error) {
       throw CommunicationError(
           formatted("{}: {} refused it: {}", name, check_.backend, classify(error.what()).text),
-          state_.world().rank());
+          world().rank());
     }
   }
 
@@ -186,18 +183,38 @@ class BackendGroup {
     return true;
   }
 
-  /// Returns the backend of the sub-group `ranks`; null on the other ranks, and if the options create it.
-  Backend split_backend(const std::vector<int>& ranks, const std::string& name) {
-    if (options_.make_backend) return {};
-    return connect([backend = backend_, world = state_.world(), ranks, name, store_timeout = timeout()] {
-      return split(*backend, own_store(world, name, store_timeout), ranks, name);
-    });
+  /// Makes the group of `members`, null on the other ranks. See ProcessGroupComm::new_group.
+  [[nodiscard]] std::shared_ptr<BackendGroup> new_group(const std::vector<int>& members) {
+    std::vector<int> world_ranks;
+    for (const int member : members) {
+      check_rank("new_group", member);
+      const int world_rank = ranks()[static_cast<std::size_t>(member)];
+      if (!world_ranks.empty() && world_rank <= world_ranks.back())
+        throw CommunicationError("new_group: the ranks must ascend, and none may be named twice",
+                                 world().rank());
+      world_ranks.push_back(world_rank);
+    }
+    begin("new_group");
+    const CallScope scope("new_group");
+    if (!can_split())
+      throw CommunicationError(
+          formatted("new_group: {} cannot split: set ProcessGroupOptions::make_backend", check_.backend),
+          world().rank());
+    std::string child = formatted("{}/{}", name(), children_++);
+    Backend backend;  // null on the other ranks, and if the options create it
+    if (!members.empty() && !options_.make_backend)
+      backend = connect(child, [backend = backend_, members, child](const StorePtr& store) {
+        return split(*backend, store, members, child);
+      });
+    if (std::find(members.begin(), members.end(), rank()) == members.end()) return nullptr;
+    return std::make_shared<BackendGroup>(world(), std::move(world_ranks), std::move(child), options_,
+                                          std::move(backend));
   }
 
   /// Throws the first error: on a device also of an operation that the backend has ended, and whose cause the
   /// watching thread has not found yet. The program may have read its result.
   void check_error() {
-    state_.check_error();
+    Group::check_error();
     std::unique_lock lock(watch_mutex_);
     for (const auto& [call, work] : in_flight_)
       if (const auto cause = failure_of_work(*work)) {
@@ -208,18 +225,24 @@ class BackendGroup {
   }
 
   void order_stream(const Call& call, c10d::Work& work) {
-    state_.check_error();
+    Group::check_error();
     try {
       work.wait();
     } catch (...) {
       throw_transport_error(call, std::current_exception());
     }
-    state_.check_error();
+    Group::check_error();
   }
 
-  /// Watches an operation on a device until it is complete. A no-op while this thread captures a graph, since
-  /// a captured operation completes only when the graph is replayed.
-  void watch(const Call& call, BackendWork work) {
+  /// Holds an operation in flight: on the host a message until forget() or shutdown(), as Gloo would not send one
+  /// whose work is destroyed; on a device any operation, which the thread watches until it is complete. A no-op while
+  /// this thread captures a graph, since a captured operation completes only when the graph is replayed.
+  void hold(const Call& call, BackendWork work) {
+    if (on_host() && !call.peer) return;
+    if (on_host()) {
+      const std::lock_guard lock(mutex_);
+      return kept_.push_back(std::move(work));
+    }
     const c10::impl::VirtualGuardImpl guard(options_.device.type());
     if (CaptureScope::active() || is_capturing(guard, guard.getStream(options_.device))) return;
     {
@@ -234,14 +257,14 @@ class BackendGroup {
   void await(const Call& call, const BackendWork& work, Clock::time_point until,
              std::chrono::microseconds pause = first_pause) {
     if (is_gloo_ && call.peer) return await_message(call, work, until);
-    Group::CallWatch watch(state_, call);
+    CallWatch watch(*this, call);
     while (!completes(call, *work, until, pause)) {
-      if (watches() && (watch_ends_ || state_.failed())) return;
-      state_.check_error();
+      if (watches() && (watch_.get_stop_token().stop_requested() || failed())) return;
+      Group::check_error();
       if (Clock::now() >= until) throw_timeout(call);
       check(watch.look());
     }
-    if (!on_host() && !watches()) state_.check_error();  // an aborted operation completes, too
+    if (!on_host() && !watches()) Group::check_error();  // an aborted operation completes, too
     if (auto cause = failure_of_work(*work)) throw_transport_error(call, cause);
   }
 
@@ -251,12 +274,7 @@ class BackendGroup {
     await(call, launch(call.name, start), call.start + timeout());
   }
 
-  /// Keeps a message on the host until forget() or shutdown(): Gloo would not send one whose work is
-  /// destroyed.
-  void keep(BackendWork message) {
-    const std::lock_guard lock(mutex_);
-    kept_.push_back(std::move(message));
-  }
+  /// Ends hold() of a message.
   void forget(const BackendWork& message) {
     const std::lock_guard lock(mutex_);
     std::erase(kept_, message);
@@ -264,12 +282,11 @@ class BackendGroup {
 
   /// Completes all works in flight and leaves the group. Throws TimeoutError at the timeout.
   void shutdown() {
-    if (state_.closed() || state_.failed()) return;
-    const Call call = state_.message("shutdown", {}, 0);
-    state_.close();  // what throws below is not called again
-    state_.depart(call);
+    if (closed() || failed()) return;
+    const Call call = message("shutdown", {}, 0);
+    depart(call);  // closes the group: what throws below is not called again
     finish_works(call);
-    state_.farewell(call);
+    CallWatch(*this, call).await_departures();
   }
 
  private:
@@ -278,13 +295,6 @@ class BackendGroup {
   static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000}, watch_pause{20000};
   // How long the destructor waits for a backend that ends.
   static constexpr std::chrono::milliseconds last_wait{500};
-
-  // Returns the keys of a process group, to a client with a timeout of its own.
-  static StorePtr own_store(const World& world, const std::string& name,
-                            std::chrono::milliseconds store_timeout) {
-    if (world.size() == 1) return c10::make_intrusive<c10d::HashStore>();
-    return c10::make_intrusive<c10d::PrefixStore>(name, state_of(world).client(store_timeout));
-  }
 
   // Waits for a work, a while and at most until `until`. Returns whether it has completed. Gloo's works say
   // so; another must be asked, with growing pauses.
@@ -308,22 +318,20 @@ class BackendGroup {
   // Gloo ends a wait for a message only by abort, or by a timeout that breaks its connection.
   void await_message(const Call& call, const BackendWork& work, Clock::time_point until) {
     const auto end = call.start + timeout();
-    Group::CallWatch watch(state_, call);
-    for (;;) {
-      std::optional<ControlPlane::Interruption> interruption;
-      if (state_.plane())
-        interruption.emplace(
-            *state_.plane(), [work] { work->abort(); }, std::min(watch.next(), until));
-      // After the registration: a failure that arrived before it aborts nothing.
-      check(watch.look());
-      try {
-        const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
-        if (work->wait(std::max(left, std::chrono::milliseconds(1)))) return;
-      } catch (...) {
-        if (Clock::now() >= end) throw_timeout(call);
-        throw_transport_error(call, std::current_exception());
+    for (CallWatch watch(*this, call);;) {
+      {
+        const ControlPlane::Interruption interruption(
+            *plane(), [work] { work->abort(); }, std::min(watch.next(), until));
+        // After the registration: a failure that arrived before it aborts nothing.
+        check(watch.look());
+        try {
+          const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+          if (work->wait(std::max(left, std::chrono::milliseconds(1)))) return;
+        } catch (...) {
+          if (Clock::now() >= end) throw_timeout(call);
+          throw_transport_error(call, std::current_exception());
+        }
       }
-      interruption.reset();
       if (Clock::now() >= until) throw_timeout(call);
     }
   }
@@ -338,15 +346,13 @@ class BackendGroup {
 
   // The thread that watches the operations on a device. The errors that it finds are stored; the next call of
   // the program throws them.
-  void watch_operations() {
+  void watch_operations(const std::stop_token& stop) {
     c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
     std::unique_lock lock(watch_mutex_);
-    for (;;) {
-      watch_changed_.wait(lock, [&] { return watch_ends_ || !in_flight_.empty(); });
-      if (watch_ends_) return;
+    while (watch_changed_.wait(lock, stop, [&] { return !in_flight_.empty(); }) && !stop.stop_requested()) {
       const auto [call, oldest] = in_flight_.front();
       lock.unlock();
-      if (!state_.failed()) try {
+      if (!failed()) try {
           await(call, oldest, call.start + timeout(), watch_pause);
         } catch (const std::exception&) {
         }
@@ -356,13 +362,17 @@ class BackendGroup {
   }
   [[nodiscard]] bool watches() const { return std::this_thread::get_id() == watch_.get_id(); }
 
-  // Runs `make` on a thread that can be left behind: a backend has no bound on the time to connect, since a
-  // peer or the store may never answer.
-  Backend connect(std::function<Backend()> make) {
+  // Runs `make(store)` on a thread that can be left behind: a backend has no bound on the time to connect, since
+  // a peer or the store may never answer. The store holds the keys of the process group `name`.
+  Backend connect(const std::string& name, std::function<Backend(const StorePtr&)> make) {
     const Call call{"the start of the communicator", 0, {}, 0, Clock::now(), served_call};
     const auto made = std::make_shared<Backend>();
-    const LeavableThread connecting([made, make = std::move(make)] { *made = make(); });
-    Group::CallWatch watch(state_, call);
+    const LeavableThread connecting([made, make = std::move(make), world = world(), name, own = timeout()] {
+      StorePtr store = c10::make_intrusive<c10d::HashStore>();
+      if (world.size() > 1) store = c10::make_intrusive<c10d::PrefixStore>(name, state_of(world).client(own));
+      *made = make(store);
+    });
+    CallWatch watch(*this, call);
     while (!connecting.ends_within(look_interval)) {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
@@ -380,9 +390,10 @@ class BackendGroup {
   // Ends the operations in flight after a failure. On the host not of a backend that the program may share;
   // nor at a timeout, which leaves that to the destructor: a rank that has come later may still find who is
   // late.
-  void end_operations() noexcept try {
+  void end_operations() noexcept override try {
     const std::lock_guard lock(mutex_);
-    if (!backend_ || ending_ || (on_host() && (timed_out_ || !made_))) return;
+    if (!backend_ || ending_ || (on_host() && (!made_ || failure_of(error()).kind == FailureKind::timed_out)))
+      return;
     ending_.emplace([backend = backend_] { abort_operations(*backend); });
   } catch (const std::exception&) {  // no thread can be started
   }
@@ -404,81 +415,83 @@ class BackendGroup {
     });
     lock.unlock();
     const auto end = call.start + timeout();
-    while (!finishing.ends_within(look_interval) && !state_.ended() && Clock::now() < end) {
+    while (!finishing.ends_within(look_interval) && !ended() && Clock::now() < end) {
     }
     if (finishing.ends_within({})) return;
     if (left) at_most(last_wait, [left] { abort_operations(*left); });
-    if (!state_.ended()) throw_timeout(call);
+    if (!ended()) throw_timeout(call);
   }
 
   // Stores `error` if it is the first, and throws it. No-op for null.
   void check(const std::exception_ptr& error) {
     if (!error) return;
-    try {
-      std::rethrow_exception(error);
-    } catch (const TimeoutError&) {
-      timed_out_ = true;
-    } catch (...) {
-    }
-    state_.record(error, false);
-    if (!watches()) state_.notice();  // the program does not know of it yet
+    record(error, false);
+    if (!watches()) notice();  // the program does not know of it yet
     std::rethrow_exception(error);
   }
 
   // Throws the TimeoutError of this call, which names the late ranks.
   [[noreturn]] void throw_timeout(const Call& call) {
     const bool last = Clock::now() >= call.start + timeout();
-    check(state_.obstacle(call));
-    const TimeoutError error = state_.timeout_error(call);
-    check(state_.obstacle(call));
-    if (last) {
-      timed_out_ = true;
-      state_.record(std::make_exception_ptr(error), false);
-    }
+    check(obstacle(call));
+    const TimeoutError error = CallWatch(*this, call).timeout_error();
+    check(obstacle(call));
+    if (last) record(std::make_exception_ptr(error), false);
     throw error;
   }
 
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
-    state_.check_error();
+    Group::check_error();
     const ForeignError foreign = classify(first_line(cause));
-    check(state_.cause_of(call,
-                          formatted("does not answer and has closed its connections ({})", foreign.text)));
-    const CommunicationError error(Failure{.rank = state_.world().rank(),
+    check(CallWatch(*this, call)
+              .cause_of(formatted("does not answer and has closed its connections ({})", foreign.text)));
+    const CommunicationError error(Failure{.rank = world().rank(),
                                            .call = call.failed(),
                                            .message = formatted("{} failed: {}", call.text(), foreign.text)});
-    state_.record(std::make_exception_ptr(error), true);
+    record(std::make_exception_ptr(error), true);
     throw error;
   }
 
   ProcessGroupOptions options_;
-  Group state_;
   Backend backend_;
   const bool made_;  // by options_.make_backend
+  const pid_t owner_ = getpid();
   TensorCheck check_;
   bool is_gloo_ = false, is_nccl_ = false;
-  std::atomic<bool> has_futures_{false}, timed_out_{false};
+  std::atomic<bool> has_futures_{false};
   std::mutex mutex_;
   std::vector<BackendWork> kept_;
+  int children_ = 0;
   std::optional<LeavableThread> ending_;  // it may use the backend after this group has gone
 
   std::mutex watch_mutex_;
-  std::condition_variable watch_changed_;
+  std::condition_variable_any watch_changed_;
   std::deque<std::pair<Call, BackendWork>> in_flight_;  // on a device, and may not be complete
-  std::atomic<bool> watch_ends_{false};
-  std::thread watch_;
+  std::jthread watch_;
 };
 
 /// Makes the group of all ranks in the constructor `constructor` of a communicator. Collective. Throws
 /// UsageError for invalid options.
+///
+/// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their
+/// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count
+/// together.
 inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const World& world,
                                                  ProcessGroupOptions options,
                                                  c10::intrusive_ptr<c10d::Backend> backend = {}) {
   const CallScope scope(constructor);
   options.timeout = checked_timeout("ProcessGroupOptions", options.timeout);
-  std::string name = Group::next_name(world, options.timeout);
-  return std::make_shared<BackendGroup>(world, all_ranks(world.size()), std::move(name), std::move(options),
-                                        std::move(backend));
+  const std::string name = store_keys::communicators;
+  std::int64_t number = 0;
+  if (world.size() > 1)
+    number = Group(world, {world.rank()}, name, options.timeout).ask(Group::making(), [&](RunClient run) {
+      return run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
+    });
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_shared<BackendGroup>(world, std::move(ranks), formatted("{}/{}", name, number),
+                                        std::move(options), std::move(backend));
 }
 
 }  // namespace lockstep::detail

@@ -7,7 +7,6 @@
 #include <exception>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -42,13 +41,8 @@ inline c10d::ReduceOp native(ReduceOp op, const at::Tensor& tensor, bool average
   return op == ReduceOp::avg && !averages ? Native::SUM : ops[static_cast<int>(op)];
 }
 
-inline void divide(at::Tensor tensor, int divisor) {
-  if (divisor == 1) return;
-  at::NoGradGuard no_grad;
-  tensor.detach().div_(divisor);
-}
-
-/// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last.
+/// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last. An average is a sum that the
+/// caller divides.
 inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, ReduceOp op) {
   at::NoGradGuard no_grad;
   at::Tensor result = rows[0];
@@ -64,9 +58,7 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
     else
       result.add_(row);
   }
-  if (op == ReduceOp::avg) divide(result, static_cast<int>(rows.size(0)));
-  at::Tensor target = output;
-  target.detach().copy_(result.view(output.sizes()));
+  output.detach().copy_(result.view(output.sizes()));
 }
 
 /// The tensors of one dtype in a list, and the buffer [rows, ...] that is sent for them. Row r of the buffer
@@ -74,7 +66,8 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
 struct TensorBundle {
   c10::SmallVector<at::Tensor, 1> tensors;
   std::int64_t rows = 1;
-  at::Tensor buffer = {};  // the tensor itself if there is only one and it is contiguous
+  at::Tensor buffer = {};    // the tensor itself if there is only one and it is contiguous
+  at::Tensor received = {};  // where defined, the rows [ranks, ...] of which the buffer will be the reduction
 
   [[nodiscard]] bool in_place() const { return buffer.is_same(tensors[0]); }
 
@@ -101,8 +94,7 @@ struct TensorBundle {
     std::int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
       const std::int64_t length = tensor.numel() / rows;
-      at::Tensor target = tensor;
-      target.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
+      tensor.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
       offset += length;
     }
   }
@@ -114,13 +106,10 @@ inline c10::SmallVector<TensorBundle, 1> bundles_of(at::TensorList tensors, std:
   c10::SmallVector<TensorBundle, 1> bundles;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;
-    TensorBundle* home = nullptr;
-    for (TensorBundle& bundle : bundles)
-      if (bundle.tensors[0].scalar_type() == tensor.scalar_type()) home = &bundle;
-    if (!home) {
-      home = &bundles.emplace_back();
-      home->rows = rows;
-    }
+    auto* home = std::find_if(bundles.begin(), bundles.end(), [&](const TensorBundle& bundle) {
+      return bundle.tensors[0].scalar_type() == tensor.scalar_type();
+    });
+    if (home == bundles.end()) home = &bundles.emplace_back(TensorBundle{.tensors = {}, .rows = rows});
     home->tensors.push_back(tensor);
   }
   for (TensorBundle& bundle : bundles)
@@ -159,7 +148,7 @@ struct BytesHeader {
   SentName name;                 // of the public call that the exchange serves
 
   static BytesHeader of(BackendGroup& group, const Call& call, std::size_t length) {
-    const auto [sequence, hash] = group.state().mark();
+    const auto [sequence, hash] = group.status().mark();
     return {static_cast<std::int64_t>(length), sequence, hash, sent_name(call.served)};
   }
   [[nodiscard]] std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
@@ -175,6 +164,14 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
+/// Returns the error of ranks that have made different calls, after the store has found the first of them.
+inline std::exception_ptr mismatch(BackendGroup& group, const Call& call) {
+  static_cast<void>(group.plane()->await_mismatch());
+  if (auto error = group.obstacle(call)) return error;
+  return std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
+                                               "; every rank must make the same, in order"));
+}
+
 /// Returns the headers in `rows` [ranks, sizeof(BytesHeader)]. Fails the group with a MismatchError if they
 /// are of different calls, or if other collectives have gone before.
 inline std::vector<BytesHeader> one_call(BackendGroup& group, const Call& call, const at::Tensor& rows,
@@ -185,17 +182,17 @@ inline std::vector<BytesHeader> one_call(BackendGroup& group, const Call& call, 
   for (const BytesHeader& header : headers)  // other bytes need not end in a zero
     names.emplace_back(header.name.data(), strnlen(header.name.data(), header.name.size()));
   if (const auto calls = different_calls(names, ranks); !calls.empty())
-    group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
+    group.fail(std::make_exception_ptr(MismatchError(calls)), true);
   for (const BytesHeader& header : headers)
     if (header.sequence != headers[0].sequence || header.hash != headers[0].hash)
-      group.state().fail(group.state().mismatch(call), true);
+      group.fail(mismatch(group, call), true);
   return headers;
 }
 
 /// Gathers a tensor [n] of each rank, on the host. Returns them [ranks, n], on the host.
 inline at::Tensor gather_rows(BackendGroup& group, const Call& call, const at::Tensor& own) {
   const at::Tensor row = own.to(group.options().device),
-                   rows = at::empty({group.state().size(), own.numel()}, row.options());
+                   rows = at::empty({group.size(), own.numel()}, row.options());
   group.run(call, [&](c10d::Backend& backend) { return start_all_gather(backend, rows, row); });
   return rows.cpu();
 }
@@ -216,7 +213,7 @@ inline std::string broadcast_pieces(BackendGroup& group, const Call& call, std::
     const std::int64_t size = std::min(most_bytes_at_once, length - begin);
     // Owned by the operation, too: it may outlast an error here.
     const auto piece =
-        group.state().rank() == root
+        group.rank() == root
             ? bytes_tensor(bytes.substr(static_cast<std::size_t>(begin), static_cast<std::size_t>(size)),
                            size)
             : at::empty({size}, at::kByte);
@@ -228,10 +225,10 @@ inline std::string broadcast_pieces(BackendGroup& group, const Call& call, std::
 
 /// Returns every rank's bytes, by rank: the ranks send headers first, then the bytes. Blocks.
 inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
-  const int size = group.state().size();
+  const int size = group.size();
   if (size == 1) return {own};
   const auto row = bytes_tensor(BytesHeader::of(group, call, own.size()).bytes(), sizeof(BytesHeader));
-  const auto headers = one_call(group, call, gather_rows(group, call, row), group.state().ranks());
+  const auto headers = one_call(group, call, gather_rows(group, call, row), group.ranks());
   std::int64_t total = 0, longest = 0;
   for (const BytesHeader& header : headers) {
     total += header.length;
@@ -254,13 +251,13 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
 /// receives nothing.
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
-  const int rank = group.state().rank();
-  if (group.state().size() == 1) return bytes;
+  const int rank = group.rank();
+  if (group.size() == 1) return bytes;
   const BytesHeader own = BytesHeader::of(group, call, bytes.size());
   const at::Tensor row = bytes_tensor(own.bytes(), sizeof own);
   broadcast_row(group, call, row, root);
   if (rank == root) return broadcast_pieces(group, call, bytes, own.length, root);
-  const std::vector<int>& ranks = group.state().ranks();
+  const std::vector<int>& ranks = group.ranks();
   const auto headers =
       one_call(group, call, at::stack({row, bytes_tensor(own.bytes(), sizeof own)}),
                {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(rank))});

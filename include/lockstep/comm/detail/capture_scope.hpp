@@ -6,24 +6,22 @@
 
 namespace lockstep::detail {
 
+/// Whether this thread captures; see CaptureScope.
+LOCKSTEP_PROCESS_WIDE inline constinit thread_local bool capturing = false;
+
 /// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
 /// value may be read.
 class CaptureScope {
  public:
-  CaptureScope() : before_(std::exchange(on(), true)) {}
+  CaptureScope() : before_(std::exchange(capturing, true)) {}
   CaptureScope(const CaptureScope&) = delete;
   CaptureScope& operator=(const CaptureScope&) = delete;
-  ~CaptureScope() { on() = before_; }
+  ~CaptureScope() { capturing = before_; }
 
-  [[nodiscard]] static bool active() { return on(); }
+  [[nodiscard]] static bool active() { return capturing; }
 
  private:
-  LOCKSTEP_PROCESS_WIDE static bool& on() {
-    static thread_local bool on = false;
-    return on;
-  }
-
-  bool before_;
+  const bool before_;
 };
 
 }  // namespace lockstep::detail

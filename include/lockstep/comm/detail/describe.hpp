@@ -7,10 +7,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
@@ -19,16 +19,9 @@
 namespace lockstep::detail {
 
 /// Returns Python's name of a dtype, such as "float32".
-inline std::string dtype_name(at::ScalarType type) {
-  constexpr std::pair<at::ScalarType, const char*> names[] = {
-      {at::kFloat, "float32"}, {at::kDouble, "float64"},
-      {at::kHalf, "float16"},  {at::kBFloat16, "bfloat16"},
-      {at::kByte, "uint8"},    {at::kChar, "int8"},
-      {at::kShort, "int16"},   {at::kInt, "int32"},
-      {at::kLong, "int64"},    {at::kComplexDouble, "complex128"},
-      {at::kBool, "bool"},     {at::kComplexFloat, "complex64"}};
-  for (const auto& [known, name] : names)
-    if (known == type) return name;
+inline std::string dtype_name(at::ScalarType type) try {
+  return std::string(c10::getDtypeNames(type).first);
+} catch (const std::exception&) {  // a dtype that Python has no name for yet
   return c10::toString(type);
 }
 

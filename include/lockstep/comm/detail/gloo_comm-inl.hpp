@@ -13,9 +13,9 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <system_error>
@@ -41,26 +41,20 @@
 namespace lockstep {
 namespace detail {
 
-using Descriptors = std::map<int, std::string>;
+using Descriptors = std::set<std::pair<int, std::string>>;
 
-/// Returns this process's descriptors and what they refer to: "socket:[4711]", "anon_inode:[eventpoll]".
-inline Descriptors open_descriptors() {
+/// Returns this process's descriptors that are not in `before`, and what they refer to: "socket:[4711]",
+/// "anon_inode:[eventpoll]".
+inline Descriptors opened_since(const Descriptors& before) {
   Descriptors found;
   std::error_code error;
   for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end; !error && entry != end;
        entry.increment(error)) {
     std::error_code closed;
-    found[std::atoi(entry->path().filename().c_str())] =
-        std::filesystem::read_symlink(entry->path(), closed).string();
+    std::pair opened(std::atoi(entry->path().filename().c_str()),
+                     std::filesystem::read_symlink(entry->path(), closed).string());
+    if (!before.contains(opened)) found.insert(std::move(opened));
   }
-  return found;
-}
-inline Descriptors opened_since(const Descriptors& before) {
-  Descriptors found = open_descriptors();
-  std::erase_if(found, [&](const auto& one) {
-    const auto old = before.find(one.first);
-    return old != before.end() && old->second == one.second;
-  });
   return found;
 }
 
@@ -176,16 +170,19 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
 LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions gloo_backend(const World& world,
                                                               const GlooOptions& options) {
   ProcessGroupOptions group;
-  group.timeout = options.timeout;
-  group.make_backend = [world, options](const StorePtr& store, int rank, int size) {
+  group.timeout = checked_timeout("GlooOptions", options.timeout);
+  if (options.threads < 1)
+    throw UsageError(
+        formatted("GlooOptions: with {} threads no collective could run: give at least 1", options.threads));
+  group.make_backend = [world, options, timeout = group.timeout](const StorePtr& store, int rank, int size) {
     const SigpipeGuard guard;  // for Gloo's threads, which start here
     // Gloo's own timeout error says less than ours, so it must expire later.
-    auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout + std::chrono::seconds(10));
+    auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + std::chrono::seconds(10));
     gloo->threads = options.threads;
     std::vector<int> loops;
     static std::mutex one_at_a_time;
     std::unique_lock lock(one_at_a_time);
-    const Descriptors before = open_descriptors();
+    const Descriptors before = opened_since({});
     gloo->devices = gloo_devices(world, options);
     for (const auto& [fd, target] : opened_since(before))
       if (target == "anon_inode:[eventpoll]") loops.push_back(fd);
@@ -204,7 +201,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions gloo_backend(const World& world
 }  // namespace detail
 
 LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
-    : ProcessGroupComm(detail::world_group("the constructor of GlooComm", world,
-                                           detail::gloo_backend(world, detail::checked(options)))) {}
+    : ProcessGroupComm(
+          detail::world_group("the constructor of GlooComm", world, detail::gloo_backend(world, options))) {}
 
 }  // namespace lockstep

@@ -20,7 +20,6 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/call_history.hpp"
@@ -36,8 +35,7 @@ struct Call {
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
   ServedCall served{};
-  std::shared_ptr<const std::string>
-      label{};  // such as "bucket 2 of 5, with fc.weight"; null if there is none
+  std::shared_ptr<const std::string> label{};  // such as "bucket 2 of 5, with fc.weight"; may be null
 
   /// Returns the values of this call for a Failure.
   [[nodiscard]] FailedCall failed() const {
@@ -58,11 +56,6 @@ inline std::string duration_text(std::chrono::steady_clock::duration time) {
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
   if (milliseconds < 1000) return detail::formatted("{} ms", milliseconds);
   return detail::formatted("{} s", milliseconds / 1000);
-}
-
-/// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
-inline std::string joined(const std::vector<std::string>& items) {
-  return listed(items) + (items.size() == 1 ? " has" : " have");
 }
 
 /// What a collective has in common on all ranks, beside its name.
@@ -117,7 +110,8 @@ class GroupStatus : public ReportedGroup {
     const std::lock_guard lock(mutex_);
     if (last_.empty()) last_.resize(most_kept);
     const std::uint64_t sequence = ++sequence_;
-    last_[sequence % most_kept] = {operation, served, content, std::move(label), hash_ = hash};
+    last_[sequence % most_kept] = {
+        {operation, sequence, {}, 0, {}, served, std::move(label)}, content, hash_ = hash};
     if (sequence % mark_interval == 0)
       for (int power = std::countr_zero(sequence); power >= 6; --power)
         marks_[static_cast<std::size_t>(power - 6)] = {sequence, hash};
@@ -164,17 +158,14 @@ class GroupStatus : public ReportedGroup {
   static constexpr std::uint64_t most_kept = 1024;
 
   struct Entry {
-    const char* operation = "";
-    ServedCall served{};
+    Call call{};
     CallContent content{};
-    std::shared_ptr<const std::string> label{};
     std::uint64_t hash = 0;
   };
 
   [[nodiscard]] RecordedCall call(std::uint64_t sequence) const {
-    const Entry& entry = last_[sequence % most_kept];
-    return {entry.hash, entry.content.text(entry.operation) + (entry.label ? " (" + *entry.label + ")" : ""),
-            Call{entry.operation, sequence, {}, 0, {}, entry.served, entry.label}.failed()};
+    const auto& [call, content, hash] = last_[sequence % most_kept];
+    return {hash, content.text(call.name) + (call.label ? " (" + *call.label + ")" : ""), call.failed()};
   }
 
   mutable std::mutex mutex_;

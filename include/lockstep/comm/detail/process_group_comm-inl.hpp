@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -15,9 +16,10 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/comm/detail/group.hpp"
+#include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
@@ -50,7 +52,7 @@ LOCKSTEP_INLINE void ProcessGroupWork::synchronize(std::chrono::milliseconds tim
         parts_.erase(parts_.begin());  // a message may be waited for only once
       }
     } catch (...) {
-      if (group_->state().failed()) error_ = std::current_exception();
+      if (group_->failed()) error_ = std::current_exception();
       throw;
     }
   group_.reset();
@@ -65,10 +67,7 @@ LOCKSTEP_INLINE std::exception_ptr ProcessGroupWork::error() const noexcept {
 }
 
 LOCKSTEP_INLINE void ProcessGroupWork::add(c10::intrusive_ptr<c10d::Work> part) {
-  if (!group_->on_host())
-    group_->watch(call_, part);
-  else if (call_.peer)
-    group_->keep(part);
+  group_->hold(call_, part);
   parts_.push_back(std::move(part));
 }
 
@@ -77,13 +76,73 @@ LOCKSTEP_INLINE void ProcessGroupWork::at_completion(std::function<void()> funct
     group_->at_completion(parts_.front(), [function = std::move(function)](bool) { function(); });
 }
 
-}  // namespace detail
-
-LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<ReduceOp> op,
-                                                               std::optional<int> root,
-                                                               at::TensorList tensors) {
-  return Work(group_, group().state().begin(name, detail::CallContent::of(op, root, tensors)));
+/// Starts an operation by `start(backend, buffer)` as a part of the Work. If its result is `wanted`, completes what the
+/// backend cannot compute of `op`, and copies it from the buffer to the bundle's tensors.
+template <class Start>
+void start_bundle(ProcessGroupWork& work, BackendGroup& group, const char* name, TensorBundle bundle,
+                  const Start& start, std::optional<ReduceOp> op, bool wanted = true) {
+  auto part = group.launch(name, [&](c10d::Backend& backend) {
+    return start(backend, bundle.received.defined() ? bundle.received : bundle.buffer);
+  });
+  const int divisor = op == ReduceOp::avg && !group.averages() ? group.size() : 1;
+  const bool done = divisor == 1 && bundle.in_place() && !bundle.received.defined();
+  if (!wanted || done) return work.add(std::move(part));
+  const auto finish = [bundle = std::move(bundle), divisor, op] {
+    const at::NoGradGuard no_grad;
+    if (bundle.received.defined()) combine_rows(bundle.buffer, bundle.received, *op);
+    if (divisor > 1) bundle.buffer.detach().div_(divisor);
+    bundle.unpack();
+  };
+  const bool finishes = group.at_completion(part, [finish](bool error) {
+    if (!error) finish();
+  });
+  if (!finishes) work.at_end(finish);
+  work.add(std::move(part));
 }
+
+/// A collective that writes to its tensors. `start(backend, buffer)` starts it on the one buffer of each dtype. A
+/// reduction to `root` has a result there, a broadcast from it elsewhere.
+template <class Start>
+ProcessGroupWork in_place(const std::shared_ptr<BackendGroup>& group, const char* name,
+                          at::TensorList tensors, std::optional<ReduceOp> op, std::optional<int> root,
+                          const Start& start) {
+  for (const at::Tensor& tensor : tensors)
+    op ? check_reducible(group->tensor_check(), name, tensor, *op)
+       : check_tensor(group->tensor_check(), name, tensor);
+  if (root) group->check_rank(name, *root);
+  const bool wanted = !root || (group->rank() == *root) == op.has_value();
+  ProcessGroupWork work(group, group->begin(name, CallContent::of(op, root, tensors)));
+  for (TensorBundle& bundle : bundles_of(tensors)) {
+    bundle.pack();
+    start_bundle(work, *group, name, std::move(bundle), start, op, wanted);
+  }
+  return work;
+}
+
+/// A collective from inputs to outputs, which have `input_rows` and `output_rows` rows: one for each rank, or one.
+/// `start(backend, output, input)` starts it on the buffers of each dtype.
+template <class Start>
+ProcessGroupWork exchange(const std::shared_ptr<BackendGroup>& group, const char* name,
+                          at::TensorList outputs, int output_rows, at::TensorList inputs, int input_rows,
+                          std::optional<ReduceOp> op, const Start& start) {
+  ProcessGroupWork work(group, group->begin(name, CallContent::of(op, {}, inputs)));
+  auto from = bundles_of(inputs, input_rows), to = bundles_of(outputs, output_rows);
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    from[i].pack();
+    to[i].allocate();
+    const at::Tensor& input = from[i].buffer;
+    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in rank order.
+    if (op && group->on_host())
+      to[i].received = at::empty({group->size(), to[i].buffer.numel()}, input.options().requires_grad(false));
+    const auto start_one = [&](c10d::Backend& backend, const at::Tensor& output) {
+      return start(backend, output, input);
+    };
+    start_bundle(work, *group, name, std::move(to[i]), start_one, op);
+  }
+  return work;
+}
+
+}  // namespace detail
 
 LOCKSTEP_INLINE ProcessGroupComm::ProcessGroupComm(const World& world,
                                                    c10::intrusive_ptr<c10d::Backend> backend,
@@ -102,190 +161,122 @@ LOCKSTEP_INLINE ProcessGroupComm::ProcessGroupComm(const World& world,
                                std::move(backend));
 }
 
-LOCKSTEP_INLINE ProcessGroupComm& ProcessGroupComm::operator=(ProcessGroupComm&& other) noexcept {
-  if (this == &other) return *this;
-  detail::leave_group(group_, exceptions_);
-  group_ = std::move(other.group_);
-  exceptions_ = other.exceptions_;
-  return *this;
-}
-
-LOCKSTEP_INLINE ProcessGroupComm::~ProcessGroupComm() {
-  detail::leave_group(group_, exceptions_);
+LOCKSTEP_INLINE void ProcessGroupComm::leave() noexcept {
+  const auto group = std::move(group_);
+  if (!group) return;
+  if (group->is_forked()) {
+    static_cast<void>(new auto(group));  // its threads run in the parent alone
+  } else if (group->failed() || std::uncaught_exceptions() > exceptions_) {
+    group->abort("");  // a destructor does not see the exception that unwinds the stack
+  } else
+    try {
+      group->shutdown();
+    } catch (const std::exception& error) {
+      if (dynamic_cast<const MismatchError*>(&error) && !detail::ending_rank.load())  // else `launch` says so
+        group->world().log.all().error("{}", error.what());
+      group->abort(error.what());
+    }
 }
 
 LOCKSTEP_INLINE int ProcessGroupComm::rank() const {
-  return group().state().rank();
+  return group()->rank();
 }
 
 LOCKSTEP_INLINE int ProcessGroupComm::size() const {
-  return group().state().size();
+  return group()->size();
 }
 
 LOCKSTEP_INLINE int ProcessGroupComm::world_rank(int rank) const {
-  return group().state().ranks().at(static_cast<std::size_t>(rank));
+  return group()->ranks().at(static_cast<std::size_t>(rank));
 }
 
 LOCKSTEP_INLINE const World& ProcessGroupComm::world() const {
-  return group().state().world();
+  return group()->world();
 }
 
 LOCKSTEP_INLINE at::Device ProcessGroupComm::tensor_device() const {
-  return group().options().device;
+  return group()->options().device;
 }
 
 LOCKSTEP_INLINE bool ProcessGroupComm::can_split() const {
-  return group().can_split();
-}
-
-template <class Start>
-void ProcessGroupComm::launch(Work& work, const char* name, detail::TensorBundle bundle, const Start& start,
-                              std::optional<ReduceOp> op, bool wanted) {
-  auto part = group().launch(name, [&](c10d::Backend& backend) { return start(backend, bundle.buffer); });
-  const int divisor = op == ReduceOp::avg && !group().averages() ? size() : 1;
-  if (!wanted || (divisor == 1 && bundle.in_place())) return work.add(std::move(part));
-  add_with(work, std::move(part), [bundle = std::move(bundle), divisor] {
-    detail::divide(bundle.buffer, divisor);
-    bundle.unpack();
-  });
-}
-
-template <class Finish>
-void ProcessGroupComm::add_with(Work& work, detail::BackendWork part, Finish finish) {
-  const bool finishes = group().at_completion(part, [finish](bool error) {
-    if (!error) finish();
-  });
-  if (!finishes) work.at_end(std::move(finish));
-  work.add(std::move(part));
+  return group()->can_split();
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(at::TensorList tensors, ReduceOp op) {
-  for (const at::Tensor& tensor : tensors)
-    detail::check_reducible(group().tensor_check(), "all_reduce", tensor, op);
-  Work work = begin("all_reduce", op, {}, tensors);
-  const auto start = [&](c10d::Backend& backend, const at::Tensor& buffer) {
-    std::vector<at::Tensor> buffers{buffer};
-    return backend.allreduce(buffers, {.reduceOp = detail::native(op, buffer, group().averages())});
-  };
-  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
-    bundle.pack();
-    launch(work, "all_reduce", std::move(bundle), start, op);
-  }
-  return work;
+  return detail::in_place(
+      group(), "all_reduce", tensors, op, {}, [&](c10d::Backend& backend, const at::Tensor& buffer) {
+        std::vector<at::Tensor> buffers{buffer};
+        return backend.allreduce(buffers, {.reduceOp = detail::native(op, buffer, group()->averages())});
+      });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce(at::TensorList tensors, int root,
                                                                 ReduceOp op) {
-  for (const at::Tensor& tensor : tensors)
-    detail::check_reducible(group().tensor_check(), "reduce", tensor, op);
-  group().state().check_rank("reduce", root);
-  Work work = begin("reduce", op, root, tensors);
-  const auto start = [&](c10d::Backend& backend, const at::Tensor& buffer) {
-    std::vector<at::Tensor> buffers{buffer};
-    return backend.reduce(buffers,
-                          {.reduceOp = detail::native(op, buffer, group().averages()), .rootRank = root});
-  };
-  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
-    bundle.pack();
-    launch(work, "reduce", std::move(bundle), start, op, rank() == root);
-  }
-  return work;
+  return detail::in_place(
+      group(), "reduce", tensors, op, root, [&](c10d::Backend& backend, const at::Tensor& buffer) {
+        std::vector<at::Tensor> buffers{buffer};
+        return backend.reduce(
+            buffers, {.reduceOp = detail::native(op, buffer, group()->averages()), .rootRank = root});
+      });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::broadcast(at::TensorList tensors, int root) {
-  for (const at::Tensor& tensor : tensors) detail::check_tensor(group().tensor_check(), "broadcast", tensor);
-  group().state().check_rank("broadcast", root);
-  Work work = begin("broadcast", std::nullopt, root, tensors);
-  const auto start = [&](c10d::Backend& backend, const at::Tensor& buffer) {
-    return detail::start_broadcast(backend, detail::movable(buffer), root);
-  };
-  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
-    bundle.pack();
-    launch(work, "broadcast", std::move(bundle), start, {}, rank() != root);
-  }
-  return work;
+  return detail::in_place(group(), "broadcast", tensors, {}, root,
+                          [&](c10d::Backend& backend, const at::Tensor& buffer) {
+                            return detail::start_broadcast(backend, detail::movable(buffer), root);
+                          });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_gather(at::TensorList outputs,
                                                                     at::TensorList inputs) {
-  detail::check_pairs(group().tensor_check(), "all_gather", outputs, inputs, size());
-  Work work = begin("all_gather", std::nullopt, {}, inputs);
-  auto from = detail::bundles_of(inputs), to = detail::bundles_of(outputs, size());
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    from[i].pack();
-    to[i].allocate();
-    launch(work, "all_gather", std::move(to[i]), [&](c10d::Backend& backend, const at::Tensor& rows) {
-      return detail::start_all_gather(backend, detail::movable(rows), detail::movable(from[i].buffer));
-    });
-  }
-  return work;
+  detail::check_pairs(group()->tensor_check(), "all_gather", outputs, inputs, size());
+  return detail::exchange(group(), "all_gather", outputs, size(), inputs, 1, {},
+                          [](c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
+                            return detail::start_all_gather(backend, detail::movable(rows),
+                                                            detail::movable(row));
+                          });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce_scatter(at::TensorList outputs,
                                                                         at::TensorList inputs, ReduceOp op) {
   for (const at::Tensor& input : inputs)
-    detail::check_reducible(group().tensor_check(), "reduce_scatter", input, op);
-  detail::check_pairs(group().tensor_check(), "reduce_scatter", inputs, outputs, size());
-  Work work = begin("reduce_scatter", op, {}, inputs);
-  auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs);
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    from[i].pack();
-    to[i].allocate();
-    if (!group().on_host()) {
-      const auto start = [&](c10d::Backend& backend, const at::Tensor& row) {
-        at::Tensor output = row.detach().view({-1}), input = from[i].buffer.detach().view({-1});
-        const c10d::ReduceScatterOptions options{.reduceOp = detail::native(op, row, group().averages())};
-        return detail::reduce_scatter_single(backend, output, input, options);
-      };
-      launch(work, "reduce_scatter", std::move(to[i]), start, op);
-      continue;
-    }
-    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in rank
-    // order.
-    const auto rows =
-        at::empty({size(), to[i].buffer.numel()}, from[i].buffer.options().requires_grad(false));
-    auto part = group().launch("reduce_scatter", [&](c10d::Backend& backend) {
-      return detail::start_all_to_all(backend, rows, from[i].buffer);
-    });
-    add_with(work, std::move(part), [bundle = std::move(to[i]), rows, op] {
-      detail::combine_rows(bundle.buffer, rows, op);
-      bundle.unpack();
-    });
-  }
-  return work;
+    detail::check_reducible(group()->tensor_check(), "reduce_scatter", input, op);
+  detail::check_pairs(group()->tensor_check(), "reduce_scatter", inputs, outputs, size());
+  const auto start = [&](c10d::Backend& backend, const at::Tensor& row, const at::Tensor& rows) {
+    if (group()->on_host()) return detail::start_all_to_all(backend, row, rows);  // see exchange
+    at::Tensor output = row.detach().view({-1}), input = rows.detach().view({-1});
+    const c10d::ReduceScatterOptions options{.reduceOp = detail::native(op, row, group()->averages())};
+    return detail::reduce_scatter_single(backend, output, input, options);
+  };
+  return detail::exchange(group(), "reduce_scatter", outputs, 1, inputs, size(), op, start);
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_to_all(at::TensorList outputs,
                                                                     at::TensorList inputs) {
-  detail::check_pairs(group().tensor_check(), "all_to_all", outputs, inputs, 1);
+  detail::check_pairs(group()->tensor_check(), "all_to_all", outputs, inputs, 1);
   detail::check_rows("all_to_all", inputs, size());
-  Work work = begin("all_to_all", std::nullopt, {}, inputs);
-  auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    from[i].pack();
-    to[i].allocate();
-    launch(work, "all_to_all", std::move(to[i]), [&](c10d::Backend& backend, const at::Tensor& rows) {
-      return detail::start_all_to_all(backend, detail::movable(rows), detail::movable(from[i].buffer));
-    });
-  }
-  return work;
+  return detail::exchange(group(), "all_to_all", outputs, size(), inputs, size(), {},
+                          [](c10d::Backend& backend, const at::Tensor& to, const at::Tensor& from) {
+                            return detail::start_all_to_all(backend, detail::movable(to),
+                                                            detail::movable(from));
+                          });
 }
 
 LOCKSTEP_INLINE std::vector<std::string> ProcessGroupComm::all_gather_bytes(const std::string& bytes) {
-  return detail::gather_bytes(group(), group().state().begin("all_gather_bytes"), bytes);
+  return detail::gather_bytes(*group(), group()->begin("all_gather_bytes"), bytes);
 }
 
 LOCKSTEP_INLINE std::string ProcessGroupComm::broadcast_bytes(const std::string& bytes, int root) {
-  group().state().check_rank("broadcast_bytes", root);
+  group()->check_rank("broadcast_bytes", root);
   return detail::broadcast_bytes(
-      group(), group().state().begin("broadcast_bytes", detail::CallContent::of({}, root)), bytes, root);
+      *group(), group()->begin("broadcast_bytes", detail::CallContent::of({}, root)), bytes, root);
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::barrier_async() {
-  Work work(group_, group().state().begin("barrier"));
-  work.add(group().launch("barrier", [&](c10d::Backend& backend) {
+  Work work(group(), group()->begin("barrier"));
+  work.add(group()->launch("barrier", [&](c10d::Backend& backend) {
     c10d::BarrierOptions options;
-    if (!group().on_host()) options.device_ids = {group().options().device.index()};
+    if (!group()->on_host()) options.device_ids = {group()->options().device.index()};
     return backend.barrier(options);
   }));
   return work;
@@ -293,58 +284,48 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::barrier_async() {
 
 LOCKSTEP_INLINE std::shared_ptr<detail::BackendGroup> ProcessGroupComm::split_group(
     const std::vector<int>& ranks) {
-  detail::Group& state = group().state();
-  state.check_subgroup(ranks);
-  state.begin("new_group");
-  const detail::CallScope scope("new_group");
-  if (!can_split())
-    throw CommunicationError(
-        detail::formatted("new_group: {} cannot split: set ProcessGroupOptions::make_backend",
-                          group().tensor_check().backend),
-        world().rank());
-  std::string name = state.next_child();
-  auto backend = ranks.empty() ? c10::intrusive_ptr<c10d::Backend>() : group().split_backend(ranks, name);
-  if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return nullptr;
-  return std::make_shared<detail::BackendGroup>(world(), state.world_ranks(ranks), std::move(name),
-                                                group().options(), std::move(backend));
+  return group()->new_group(ranks);
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::check_error() {
-  group().check_error();
+  group()->check_error();
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::abort(const std::string& reason) {
-  group().state().abort(reason);
+  group()->abort(reason);
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::shutdown() {
-  group().shutdown();
+  group()->shutdown();
 }
 
-LOCKSTEP_INLINE detail::BackendGroup& ProcessGroupComm::group() const {
+LOCKSTEP_INLINE const std::shared_ptr<detail::BackendGroup>& ProcessGroupComm::group() const {
   if (!group_)
     throw UsageError(
         "this communicator was moved from, into a Trainer for instance: use the communicator that now holds "
         "the group, such as trainer.comm()");
-  return *group_;
+  return group_;
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::message(bool sends, at::TensorList tensors, int peer,
                                                                  int tag) {
   const char* name = sends ? "send" : "recv";
-  for (const at::Tensor& tensor : tensors) detail::check_tensor(group().tensor_check(), name, tensor);
-  group().state().check_peer(name, peer);
+  for (const at::Tensor& tensor : tensors) detail::check_tensor(group()->tensor_check(), name, tensor);
+  group()->check_rank(name, peer);
+  if (peer == rank())
+    throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer),
+                             world().rank());
   if (tag < 0) throw CommunicationError(detail::formatted("{}: the tag {} is negative", name, tag));
-  if (tag != 0 && group().ignores_tags())
+  if (tag != 0 && group()->ignores_tags())
     throw CommunicationError(
         detail::formatted("{}: {} knows no tags, and {} is one: use tag 0, or a new_group for each tag", name,
-                          group().tensor_check().backend, tag));
-  Work work(group_, group().state().message(name, peer, tag));
+                          group()->tensor_check().backend, tag));
+  Work work(group(), group()->message(name, peer, tag));
   const detail::SigpipeGuard guard;
   for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
     sends ? bundle.pack() : bundle.allocate();
     std::vector<at::Tensor> buffers{bundle.buffer.detach()};
-    work.add(group().launch(name, [&](c10d::Backend& backend) {
+    work.add(group()->launch(name, [&](c10d::Backend& backend) {
       return sends ? backend.send(buffers, peer, tag) : backend.recv(buffers, peer, tag);
     }));
     if (!sends && !bundle.in_place()) work.at_end([bundle = std::move(bundle)] { bundle.unpack(); });

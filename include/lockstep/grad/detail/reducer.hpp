@@ -24,7 +24,6 @@
 #include <torch/serialize.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"

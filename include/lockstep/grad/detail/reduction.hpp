@@ -26,9 +26,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"

@@ -23,8 +23,8 @@
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"

@@ -1,0 +1,302 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/comm/detail/group.hpp"
+#include "lockstep/comm/detail/group_status.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/rank_view.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/detail/world_state.hpp"
+
+namespace lockstep::detail {
+
+/// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
+/// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
+/// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
+inline std::string lateness(const Call& call, const std::map<int, FailedCall>& positions,
+                            const std::vector<int>& ranks, int own_rank, const std::string& waited,
+                            const std::map<int, Elsewhere>& elsewhere = {}) {
+  const auto last = [](const FailedCall& position) {
+    return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
+  };
+  const auto have = [](const std::vector<int>& some) {
+    return listed_ranks(some) + (some.size() == 1 ? " has" : " have");
+  };
+  const FailedCall own = call.failed();
+  const std::string incomplete = formatted("{} is not complete after {}", call.text(), waited);
+  std::vector<int> late, silent;
+  std::string where, other_place;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const int rank = ranks[i];
+    if (rank == own_rank || (call.peer && static_cast<int>(i) != call.peer)) continue;
+    const auto found = positions.find(rank);
+    if (found == positions.end()) {
+      silent.push_back(rank);
+      continue;
+    }
+    const FailedCall& there = found->second;
+    if (call.peer) return formatted("{}: rank {} is {}", incomplete, rank, last(there));
+    const bool other_call = there.operation != own.operation ||
+                            (!own.served.empty() && !there.served.empty() && own.served != there.served);
+    if (there.sequence == call.sequence && other_call) {
+      const std::string calls = different_calls(own_rank, own, rank, there);
+      return incomplete + ": " +
+             (calls.empty() ? formatted("rank {} called {} instead", rank, there.operation) : calls);
+    }
+    if (there.sequence >= call.sequence) continue;
+    late.push_back(rank);
+    where += formatted("; {}{}", late.size() > 1 ? formatted("rank {} ", rank) : "", last(there));
+    if (const auto other = elsewhere.find(rank); other_place.empty() && other != elsewhere.end())
+      other_place = formatted(
+          ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank "
+          "must make the calls of all communicators in the same order",
+          rank, text_of(other->second.position), other->second.group, own_rank);
+  }
+  std::string text;
+  if (!late.empty()) text = formatted("{} not entered {} after {}{}", have(late), call.text(), waited, where);
+  if (!late.empty() && call.served.name) text += formatted("; every rank must call {}", call.served.name);
+  text += other_place;
+  if (!silent.empty())
+    text += formatted("{}{} not reported a position after {} of {}: dead, stopped or cut off",
+                      text.empty() ? "" : ". ", have(silent), waited, call.text());
+  return !text.empty()
+             ? text
+             : incomplete + " although every rank has entered it: the network or a rank is too slow";
+}
+
+/// What a thread learns of the other ranks while it waits for one call: failures, as they are published, and which
+/// ranks are late. Not thread-safe.
+///
+/// After 5 s, and then every 30 s, it asks whether the ranks are in the same collective and still answer; a shorter
+/// heartbeat_timeout() shortens these intervals. It logs a warning that names the late ranks after 30 s, or after
+/// half the timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as
+/// failed.
+///
+/// No function blocks on the store without a bound, even if the store does not answer: look() returns within 2 s,
+/// cause_of() within 10 s, await_departures() at most 10 s after the timeout.
+class CallWatch {
+ public:
+  using Clock = Group::Clock;
+
+  CallWatch(Group& group, const Call& call)
+      : group_(group),
+        call_(call),
+        interval_(std::min<Milliseconds>(question_interval, group.heartbeat() / 4)),
+        next_(call.start + std::min<Milliseconds>(first_question, interval_)),
+        next_warning_(call.start + group.first_warning()) {}
+
+  /// Returns when `look` will next ask the other ranks.
+  [[nodiscard]] Clock::time_point next() const { return next_; }
+
+  /// Returns why the call can never complete, null while it still may. Blocks for 1.5 s at most, where it asks the
+  /// other ranks.
+  [[nodiscard]] std::exception_ptr look() {
+    if (!group_.plane()) return nullptr;
+    if (const auto version = group_.plane()->version(); version != seen_) {
+      seen_ = version;
+      if (auto error = group_.obstacle(call_)) return error;
+    }
+    const auto now = Clock::now();
+    if (now < next_) return nullptr;
+    // Do not count time in which this process itself was stopped.
+    const auto gap = std::min<Clock::duration>(now - asked_, 2 * interval_);
+    asked_ = now;
+    // The call's remaining time bounds the wait for answers: its timeout asks anew for the late ranks.
+    const Answers answers = ask(time_left(Milliseconds(0), answer_timeout));
+    if (auto error = find_silent(answers, gap)) return error;
+    if (asked_ >= next_warning_) {
+      warn(answers);
+      next_warning_ = call_.start + 2 * waited();
+    }
+    next_ = std::min(next_warning_, std::max(asked_ + interval_, Clock::now()));
+    return nullptr;
+  }
+
+  /// Returns the error of the call at its timeout: the text names the late ranks and their positions.
+  [[nodiscard]] TimeoutError timeout_error() {
+    const auto time = waited();
+    Answers answers{.store_answers = true};
+    if (group_.plane()) answers = ask(answer_timeout);
+    auto late = answers.store_answers ? silent(answers) : std::vector<int>();
+    for (const auto& [rank, position] : answers.positions)
+      if (!call_.peer && rank != group_.world().rank() && position.sequence < call_.sequence)
+        late.push_back(rank);
+    return group_.timeout_error(call_, lateness_of(time, answers), late);
+  }
+
+  /// Returns the reason why the transport ended the call: a PeerError with another rank's failure, or one that
+  /// blames a rank that does not answer, which it publishes with `text`; a MismatchError if the ranks have made
+  /// different calls. Returns null if every rank answers or the reason is unknown.
+  [[nodiscard]] std::exception_ptr cause_of(const std::string& text) {
+    if (!group_.plane()) return nullptr;
+    group_.plane()->report();
+    // A rank that fails or leaves says so before it closes its connections.
+    if (auto error = obstacle_soon(2 * look_interval)) return error;
+    // Leave time for one question, however late the call is.
+    const auto answers = ask(time_left(answer_timeout, longest_answer));
+    if (auto error = group_.obstacle(call_)) return error;
+    auto late = answers.conclusive ? silent(answers) : std::vector<int>();
+    // One whose connection to the store has ended before one that is slow to answer.
+    std::stable_partition(late.begin(), late.end(), [&](int rank) { return answers.lost.contains(rank); });
+    if (late.empty()) return obstacle_soon(time_left(2 * look_interval, 2 * news_timeout));
+    const int own = group_.world().rank();
+    const auto exit_code = answers.exit_codes.find(late[0]);
+    if (exit_code != answers.exit_codes.end() && exit_code->second == 0)
+      return blame(ended_early(late[0], own, group_.place_of(call_)));
+    return blame({.kind = FailureKind::died,
+                  .rank = late[0],
+                  .message = text + " " + waiting_text(own, group_.place_of(call_))});
+  }
+
+  /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a
+  /// rank that still answers has not left.
+  void await_departures() {
+    const auto& plane = group_.plane();
+    if (!plane) return;
+    if (!state_of(group_.world()).hosts_store()) return plane->remove(&group_.status());
+    const auto end = call_.start + group_.timeout();
+    auto next_question = Clock::now() + last_request_timeout;
+    for (Milliseconds pause(1);; pause = std::min<Milliseconds>(2 * pause, look_interval)) {
+      const std::vector<int> staying = plane->staying(group_.status(), end);
+      if (staying.empty() || group_.ended()) return throw_mismatch();
+      if (Clock::now() >= next_question) {
+        const auto answers = ask(longest_answer);
+        if (answers.conclusive && !silent(answers).empty()) return;  // the rank has failed
+        next_question = Clock::now() + last_request_timeout;
+      }
+      if (Clock::now() >= end)
+        throw group_.timeout_error(
+            call_,
+            formatted("{} is not complete after {}: rank {} hosts the store and waits for {} to leave the "
+                      "communicator '{}'",
+                      call_.text(), duration_text(waited()), group_.world().rank(), listed_ranks(staying),
+                      group_.name()),
+            staying);
+      std::this_thread::sleep_for(pause);
+    }
+  }
+
+ private:
+  // The key of the store among the ranks.
+  static constexpr int store = -1;
+
+  [[nodiscard]] Milliseconds waited() const {
+    return std::chrono::floor<Milliseconds>(Clock::now() - call_.start);
+  }
+  // Returns the time until the call's timeout, clamped.
+  [[nodiscard]] Milliseconds time_left(Milliseconds least, Milliseconds most) const {
+    return std::clamp(std::chrono::floor<Milliseconds>(group_.timeout() - (Clock::now() - call_.start)),
+                      least, most);
+  }
+  [[nodiscard]] Answers ask(Milliseconds most) const {
+    return group_.plane()->ask(group_.status(), answer_timeout, most);
+  }
+  // Group::obstacle that waits up to `timeout` for the news of it, which a rank publishes before it ends.
+  [[nodiscard]] std::exception_ptr obstacle_soon(Milliseconds timeout) {
+    for (const auto end = Clock::now() + timeout;;) {
+      const auto version = group_.plane()->version();
+      if (auto error = group_.obstacle(call_)) return error;
+      const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
+      if (left <= Milliseconds(0)) return nullptr;
+      group_.plane()->await_news(version, left);
+    }
+  }
+
+  // Returns the ranks that the call needs and that have not answered. One that has left the group in good order needs
+  // not answer; obstacle() finds the calls that it has left out.
+  [[nodiscard]] std::vector<int> silent(const Answers& answers) const {
+    std::vector<int> silent;
+    for (std::size_t i = 0; i < group_.ranks().size(); ++i)
+      if (const int rank = group_.ranks()[i];
+          rank != group_.world().rank() && !answers.positions.contains(rank) &&
+          (call_.peer ? call_.peer == static_cast<int>(i) : !answers.left.contains(rank)))
+        silent.push_back(rank);
+    return silent;
+  }
+  // Returns an error if the store, or a rank that the call needs, has been silent for too long. `gap` is the time
+  // between the last two questions.
+  [[nodiscard]] std::exception_ptr find_silent(const Answers& answers, Clock::duration gap) {
+    std::set<int> all;
+    if (!answers.store_answers && !answers.store_left) all.insert(store);
+    if (answers.conclusive)
+      for (const int rank : silent(answers)) all.insert(rank);
+    const auto found = silence_.add(all, gap, group_.heartbeat());
+    if (!found) return nullptr;
+    const auto time = duration_text(found->second);
+    if (found->first == store)
+      return std::make_exception_ptr(group_.timeout_error(
+          call_, lateness_of(waited(), answers) +
+                     formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time)));
+    return blame({.kind = FailureKind::timed_out,
+                  .rank = found->first,
+                  .message = formatted(
+                      "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it "
+                      "in {}: it is stopped, or its host is cut off",
+                      time, call_.text())});
+  }
+  // Publishes the failure of another rank and returns the PeerError of the failure that was published first.
+  [[nodiscard]] std::exception_ptr blame(const Failure& failure) {
+    group_.plane()->publish({.kind = Event::failed, .failure = failure});
+    if (group_.plane()->await_failure(news_timeout))
+      if (auto error = group_.obstacle(call_)) return error;
+    return group_.peer_error(failure, call_);
+  }
+
+  // Logs a warning, on the lowest of the ranks that wait for one call; if the store does not answer, on the first
+  // rank of each host.
+  void warn(const Answers& answers) const {
+    const World& world = group_.world();
+    const bool lower =
+        std::any_of(answers.positions.begin(), answers.positions.end(), [&](const auto& answer) {
+          return answer.first < world.rank() && answer.second.sequence >= call_.sequence;
+        });
+    if (answers.store_answers ? lower && !call_.peer : world.local_rank() != 0) return;
+    world.log.all().warning("{} (the timeout is {})", lateness_of(waited(), answers),
+                            duration_text(group_.timeout()));
+  }
+  [[nodiscard]] std::string lateness_of(Milliseconds waited, const Answers& answers) const {
+    const auto time = duration_text(waited);
+    if (!answers.store_answers)
+      return formatted("{} is not complete after {}", call_.text(), time) + group_.silence();
+    auto positions = answers.positions;
+    for (const auto& [rank, last] : answers.left) positions[rank] = last;
+    return lateness(call_, positions, group_.ranks(), group_.world().rank(), time, answers.elsewhere);
+  }
+
+  // Throws MismatchError if the store has found that the ranks have made different calls.
+  void throw_mismatch() const {
+    const auto& plane = *group_.plane();
+    std::optional<Failure> failure = plane.failure();
+    if (!failure) try {  // it may be on its way
+        failure = plane.client(Clock::now() + answer_timeout).summary().failure;
+      } catch (const StoreError&) {  // it has arrived
+        failure = plane.failure();
+      }
+    if (failure && failure->kind == FailureKind::mismatch)
+      std::rethrow_exception(group_.peer_error(*failure, call_));
+  }
+
+  Group& group_;
+  const Call call_;
+  std::uint64_t seen_ = 0;
+  Milliseconds interval_;
+  Clock::time_point next_, next_warning_, asked_{};
+  Silence silence_;
+};
+
+}  // namespace lockstep::detail
