@@ -12,10 +12,10 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {

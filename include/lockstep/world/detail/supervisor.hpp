@@ -32,7 +32,6 @@
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/process.hpp"
-#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header

@@ -33,13 +33,12 @@
 #include "lockstep/files.hpp"
 #include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
-#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 
