@@ -22,6 +22,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/command_line.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/place.hpp"
@@ -147,9 +148,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     if (world.size() > 1) {
       quiet_library_log();
       const auto* kept = new World(world);  // never destroyed: any thread may end the process
-      ending_rank = &state_of(*kept);
-      announce_exit();
-      announce_signals();
+      announce_end(state_of(*kept));
     }
     auto arguments = program_arguments(argc, argv, options);
     bool stopped = false;
@@ -177,24 +176,7 @@ namespace lockstep {
 
 LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const* argv,
                                                      const LaunchOptions& options) {
-  detail::Flags flags;
-  if (options.nproc_flag) flags = detail::nproc_flags;
-  if (options.prefix_flag) flags.push_back("--prefix");
-  if (options.timeout_flag) flags.push_back("--timeout");
-  if (options.threads_flag) flags.push_back("--threads");
-  std::vector<char*> kept;
-  bool over = false;  // after `--`
-  for (int i = 0; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    over = over || argument == "--";
-    int match = 0;
-    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
-      match = detail::matches_flag(argument, flags[f]);
-    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
-    if (match == 1) ++i;
-  }
-  kept.push_back(nullptr);
-  return kept;
+  return detail::parse_command_line(argc, argv, options).rest;
 }
 
 LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const char* const* argv) {
@@ -209,14 +191,11 @@ LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const ch
 
 LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   std::string help;
-  const auto add = [&](bool read, std::string_view flag, const std::string& text) {
-    if (read) help += detail::formatted("  {:<22} {}\n", flag, text);
-  };
   const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 1 without GPUs";
-  add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
-  add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
-  add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
-  add(options.threads_flag, "--threads N", "threads of each rank (its share of the cores)");
+  for (const detail::LaunchFlag& flag : detail::launch_flags)
+    if (options.*flag.is_read)
+      help += detail::formatted("  {:<22} {}{}\n", detail::formatted("{} {}", flag.name, flag.value),
+                                flag.help, flag.name == "--nproc" ? " (" + nproc + ")" : "");
   return help;
 }
 

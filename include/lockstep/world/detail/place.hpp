@@ -12,6 +12,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/command_line.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/process.hpp"
@@ -19,48 +20,6 @@
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
-
-using Flags = std::vector<std::string_view>;
-
-/// The spellings of the flag for the number of processes.
-inline const Flags nproc_flags{"--nproc", "--nproc-per-node"};
-
-/// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
-inline int matches_flag(std::string_view argument, std::string_view flag) {
-  if (!argument.starts_with(flag)) return 0;
-  return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
-}
-
-/// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
-/// counts. Throws UsageError for a flag without a value.
-inline std::optional<std::string> argument_value(int argc, const char* const* argv, const Flags& flags) {
-  std::optional<std::string> value;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument == "--") break;
-    for (const std::string_view flag : flags) {
-      const int match = matches_flag(argument, flag);
-      if (match == 1 && ++i == argc) throw UsageError(formatted("{} needs a value after it", flag));
-      if (match == 1) value = argv[i];
-      if (match == 2) value = argument.substr(flag.size() + 1);
-      if (match != 0) break;
-    }
-  }
-  return value;
-}
-
-/// Returns the value of a flag that gives a number of `unit`. Throws UsageError unless it is a whole number
-/// of at least 1.
-inline std::optional<int> count_argument(int argc, const char* const* argv, const Flags& flags,
-                                         std::string_view unit) {
-  const auto text = argument_value(argc, argv, flags);
-  if (!text) return std::nullopt;
-  const auto value = whole_number(*text);
-  if (!value || *value < 1)
-    throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flags[0],
-                               *text, unit));
-  return value;
-}
 
 /// What this process is in its run.
 struct Place {
@@ -85,18 +44,31 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
     throw UsageError(
         formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
   place.prefix = options.prefix;
-  if (const auto when = options.prefix_flag ? argument_value(argc, argv, {"--prefix"}) : std::nullopt) {
-    if (*when != "auto" && *when != "always" && *when != "never")
-      throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", *when));
-    place.prefix = *when == "auto" ? Prefix::automatic : *when == "always" ? Prefix::always : Prefix::never;
+  const CommandLine line = parse_command_line(argc, argv, options);
+  if (!line.without_value.empty())
+    throw UsageError(formatted("{} needs a value after it", line.without_value));
+  if (const auto when = line.values.find("--prefix"); when != line.values.end()) {
+    const std::string_view word = when->second;
+    if (word != "auto" && word != "always" && word != "never")
+      throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", word));
+    place.prefix = word == "auto" ? Prefix::automatic : word == "always" ? Prefix::always : Prefix::never;
   }
-  if (options.timeout_flag) place.timeout = count_argument(argc, argv, {"--timeout"}, "seconds");
-  if (options.threads_flag) place.threads = count_argument(argc, argv, {"--threads"}, "threads");
+  const auto count = [&](std::string_view flag, std::string_view unit) -> std::optional<int> {
+    const auto given = line.values.find(flag);
+    if (given == line.values.end()) return std::nullopt;
+    const auto value = whole_number(given->second);
+    if (!value || *value < 1)
+      throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flag,
+                                 given->second, unit));
+    return value;
+  };
+  place.timeout = count("--timeout", "seconds");
+  place.threads = count("--threads", "threads");
   integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
   require_level(variables);
   place.visible_devices = options.gpus;
   const auto gpus = options.gpus.empty() ? 0 : gpu_list(options.gpus, variables).size();
-  const auto flag = options.nproc_flag ? count_argument(argc, argv, nproc_flags, "processes") : std::nullopt;
+  const auto flag = count("--nproc", "processes");
   auto nproc = flag;
   auto given = formatted("--nproc {}", flag.value_or(0));  // what determines `nproc`, for errors
   if (!nproc && options.nproc <= 0 && gpus > 0) {          // as many as the user has named
