@@ -3,8 +3,10 @@
 #if __has_include(<malloc.h>)
 #include <malloc.h>
 #endif
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -64,6 +66,16 @@ inline void keep_freed_memory() {
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the maximum in glibc
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
 #endif
+}
+
+/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
+/// receive printed output.
+inline void fill_standard_descriptors() {
+  for (int number : {0, 1, 2})
+    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
+      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
+      if (opened > 2) ::close(opened);
+    }
 }
 
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
