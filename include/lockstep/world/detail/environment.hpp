@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/descriptor.hpp"
@@ -31,6 +32,17 @@ inline std::optional<int> whole_number(std::string_view text) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
   return value;
+}
+
+/// Splits a list such as "0,1" at its commas. Keeps empty entries.
+inline std::vector<std::string> entries_of(std::string_view list) {
+  std::vector<std::string> entries;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const auto end = std::min(list.find(',', begin), list.size());
+    entries.emplace_back(list.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return entries;
 }
 
 /// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
@@ -145,17 +157,15 @@ inline const LauncherVariables* launcher_of(const Variables& variables) {
 /// Returns this host's number in Slurm's counts, as "2(x3),1"; std::nullopt if there is none.
 inline std::optional<int> tasks_here(const Variables& variables) {
   auto node = integer_variable(variables, "SLURM_NODEID", 0).value_or(-1);
-  const auto list = variables("SLURM_STEP_TASKS_PER_NODE").value_or("");
-  for (std::string_view rest = list; node >= 0 && !rest.empty();) {
-    const auto part = rest.substr(0, rest.find(','));
+  for (const auto& part : entries_of(variables("SLURM_STEP_TASKS_PER_NODE").value_or(""))) {
     const auto times = part.find("(x");
-    const auto count = whole_number(part.substr(0, times));
-    const auto repeats =
-        times == std::string_view::npos ? 1 : whole_number(part.substr(times + 2, part.size() - times - 3));
-    if (count.value_or(0) < 1 || repeats.value_or(0) < 1) break;
-    if (node < *repeats) return count;
-    node -= *repeats;
-    rest.remove_prefix(std::min(part.size() + 1, rest.size()));
+    const int count = whole_number(part.substr(0, times)).value_or(0);
+    const int repeats = times == std::string::npos
+                            ? 1
+                            : whole_number(part.substr(times + 2, part.size() - times - 3)).value_or(0);
+    if (node < 0 || count < 1 || repeats < 1) break;
+    if (node < repeats) return count;
+    node -= repeats;
   }
   return std::nullopt;
 }
@@ -279,11 +289,10 @@ inline void join_job(const Variables& variables, const LauncherVariables& names,
   auto job = variables("PMIX_NAMESPACE");
   if (!job) job = variables("OMPI_MCA_ess_base_jobid");
   // The parent may be a script of this rank alone, so that its number is no secret of the run.
-  const pid_t launcher = job ? 0 : launcher_process(names.rank);
-  if (job || launcher > 0) {
-    if (!job) job = std::to_string(launcher);
-    if (env.store_secret.empty()) env.store_secret = formatted("run {}", fnv1a(env.launcher + " " + *job));
-  }
+  if (const pid_t launcher = job ? 0 : launcher_process(names.rank); launcher > 0)
+    job = std::to_string(launcher);
+  if (job && env.store_secret.empty())
+    env.store_secret = formatted("run {}", fnv1a(env.launcher + " " + *job));
   set_rendezvous(variables, names, env, loopback_address(), "the loopback address",
                  job.value_or(std::to_string(getppid())));
 }

@@ -24,39 +24,26 @@
 /// A rank's share of its host: its GPU and its threads.
 namespace lockstep::detail {
 
-/// Splits a list such as "0,1" at its commas. Keeps empty entries.
-inline std::vector<std::string> entries_of(std::string_view list) {
-  std::vector<std::string> entries;
-  for (std::size_t begin = 0; begin <= list.size();) {
-    const auto end = std::min(list.find(',', begin), list.size());
-    entries.emplace_back(list.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return entries;
-}
-
-/// Parses LaunchOptions::gpus, a list of device numbers such as "0,1". Throws UsageError if it is malformed,
+/// Returns the number of GPUs in LaunchOptions::gpus, a list such as "0,1". Throws UsageError if it is malformed,
 /// names a GPU twice, since two ranks would share it, or one that CUDA_VISIBLE_DEVICES excludes: it may
 /// belong to another job.
-inline std::vector<std::string> gpu_list(const std::string& list, const Variables& variables) {
+inline int count_gpus(const std::string& list, const Variables& variables) {
   const auto visible = variables("CUDA_VISIBLE_DEVICES");
   const auto gpus = entries_of(list), allowed = entries_of(visible.value_or(""));
-  const auto named = [](const std::string& gpu) {
-    return [number = whole_number(gpu)](const std::string& other) { return whole_number(other) == number; };
-  };
   for (const std::string& gpu : gpus) {
+    const auto is_named = [number = whole_number(gpu)](auto& other) { return whole_number(other) == number; };
     if (whole_number(gpu).value_or(-1) < 0)
       throw UsageError(formatted("'{}' is not a list of device numbers such as 0,1", list));
-    if (std::count_if(gpus.begin(), gpus.end(), named(gpu)) > 1)
+    if (std::count_if(gpus.begin(), gpus.end(), is_named) > 1)
       throw UsageError(
           formatted("'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, gpu));
-    if (visible && std::none_of(allowed.begin(), allowed.end(), named(gpu)))
+    if (visible && std::none_of(allowed.begin(), allowed.end(), is_named))
       throw UsageError(
           formatted("GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it by "
                     "number, or unset it",
                     gpu, *visible));
   }
-  return gpus;
+  return static_cast<int>(gpus.size());
 }
 
 /// Returns whether the user allows two ranks on one GPU. The variable is a number, as NCCL reads it.

@@ -150,12 +150,6 @@ class LineRelay {
     return text.substr(end, 2) == "\r\n" ? end + 2 : end + 1;
   }
 
-  // Returns whether a stream has a whole line pending, or more bytes than are held back for the end of one.
-  [[nodiscard]] bool waits(std::size_t stream) const {
-    const auto& pending = streams_[stream].pending;
-    return pending.size() > longest_held || line_length(stream, pending) > 0;
-  }
-
   void flush(std::size_t stream, bool with_partial_line) {
     auto& cursor = cursor_of(stream);
     auto& pending = streams_[stream].pending;
@@ -204,12 +198,14 @@ class LineRelay {
     cursor = {};
   }
 
-  // Writes the whole lines of the other streams that share a cursor, after the end of the line that `owner`
-  // has left open, if it has.
+  // Writes the whole lines of the other streams that share a cursor, and bytes that are too many to be held back for the end
+  // of one, after the end of the line that `owner` has left open, if it has.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       auto& cursor = cursor_of(stream);
-      if (stream == owner || &cursor != &cursor_of(owner) || !waits(stream)) continue;
+      const auto& pending = streams_[stream].pending;
+      const bool waits = pending.size() > longest_held || line_length(stream, pending) > 0;
+      if (stream == owner || &cursor != &cursor_of(owner) || !waits) continue;
       if (cursor.open_by == owner) break_line(stream);
       if (cursor.open_by == none) flush(stream, false);
     }

@@ -67,12 +67,12 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
   require_level(variables);
   place.visible_devices = options.gpus;
-  const auto gpus = options.gpus.empty() ? 0 : gpu_list(options.gpus, variables).size();
+  const int gpus = options.gpus.empty() ? 0 : count_gpus(options.gpus, variables);
   const auto flag = count("--nproc", "processes");
   auto nproc = flag;
   auto given = formatted("--nproc {}", flag.value_or(0));  // what determines `nproc`, for errors
   if (!nproc && options.nproc <= 0 && gpus > 0) {          // as many as the user has named
-    nproc = static_cast<int>(gpus);
+    nproc = gpus;
     given = formatted("the {} GPUs {}", gpus, options.gpus);
   }
   // More processes than this host can use would exhaust its memory before they print anything.

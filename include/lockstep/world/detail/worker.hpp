@@ -122,11 +122,9 @@ inline void run_without_handlers(std::function<void()> work) {
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   rlimit stack{};
-  const std::size_t least = 8u << 20;
-  if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY)
-    pthread_attr_setstacksize(&attributes, std::max<std::size_t>(least, stack.rlim_cur));
-  else
-    pthread_attr_setstacksize(&attributes, 8 * least);
+  constexpr std::size_t least = 8u << 20;
+  const bool limited = getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY;
+  pthread_attr_setstacksize(&attributes, limited ? std::max<std::size_t>(least, stack.rlim_cur) : 8 * least);
   pthread_t thread;
   const auto run = [](void* argument) -> void* {
     (*static_cast<std::function<void()>*>(argument))();
