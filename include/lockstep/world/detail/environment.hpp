@@ -63,14 +63,10 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   static const int fd = [] {
-    const auto text = process_variable("LOCKSTEP_REPORT_FD");
-    const int number = text ? whole_number(*text).value_or(-1) : -1;
-    if (number > 2 && fcntl(number, F_GETFD) >= 0) {
-      fcntl(number, F_SETFD, FD_CLOEXEC);
-      unsetenv("LOCKSTEP_REPORT_FD");
-      return number;
-    }
-    return -1;
+    const int number = whole_number(process_variable("LOCKSTEP_REPORT_FD").value_or("")).value_or(-1);
+    if (number <= 2 || fcntl(number, F_SETFD, FD_CLOEXEC) != 0) return -1;
+    unsetenv("LOCKSTEP_REPORT_FD");
+    return number;
   }();
   return fd;
 }

@@ -46,12 +46,6 @@ inline int count_gpus(const std::string& list, const Variables& variables) {
   return static_cast<int>(gpus.size());
 }
 
-/// Returns whether the user allows two ranks on one GPU. The variable is a number, as NCCL reads it.
-inline bool may_share_gpu(const Variables& variables = process_variable) {
-  const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
-  return set && whole_number(*set).value_or(0) != 0;
-}
-
 /// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if
 /// there is one (srun can give each task its own), otherwise the local rank's, which srun with
 /// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. Throws UsageError if there is
@@ -74,7 +68,9 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
   if (rank.local_rank < visible) return rank.local_rank;
   // srun --gpus-per-task shows each task its own GPUs, numbered from 0.
   const bool own_gpus = rank.launcher == "srun" && variables("SLURM_GPUS_PER_TASK");
-  if (own_gpus || may_share_gpu(variables)) return rank.local_rank % visible;
+  // A number, as NCCL reads it.
+  const bool shares = whole_number(variables("NCCL_MULTI_RANK_GPU_ENABLE").value_or("")).value_or(0) != 0;
+  if (own_gpus || shares) return rank.local_rank % visible;
   throw UsageError(
       formatted("rank {} is number {}{} on this host, which has {}: start at most {} ranks here "
                 "(--nproc {}), or show them more devices",

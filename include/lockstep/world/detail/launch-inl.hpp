@@ -1,9 +1,7 @@
 #pragma once
 
-#if __has_include(<malloc.h>)
-#include <malloc.h>
-#endif
 #include <fcntl.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -58,14 +56,12 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
 /// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks
 /// again. glibc returns large blocks to the system, whose pages must then be cleared and mapped again: for
 /// the MNIST example's network a thousand page faults per step, a tenth of its time. No-op if the user has
-/// set glibc's own variables, or with another C library.
+/// set glibc's own variables.
 inline void keep_freed_memory() {
-#ifdef __GLIBC__
   for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"})
     if (std::getenv(name)) return;
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the maximum in glibc
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
-#endif
 }
 
 /// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
@@ -128,8 +124,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     } catch (const StoreError&) {  // the ranks' own timeouts remain
     }
   };
-  Supervisor supervisor(std::move(supervised));
-  const int code = supervisor.run();
+  const int code = Supervisor(std::move(supervised)).run();
   if (hosting && !alone) outlive_ranks(*store, env.size, code == 0);
   return code == 0 && hosting ? code_of_mismatch(*store) : code;
 }
@@ -206,8 +201,8 @@ LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 1 without GPUs";
   for (const detail::LaunchFlag& flag : detail::launch_flags)
     if (options.*flag.is_read)
-      help += detail::formatted("  {:<22} {}{}\n", detail::formatted("{} {}", flag.name, flag.value),
-                                flag.help, flag.name == "--nproc" ? " (" + nproc + ")" : "");
+      help += detail::formatted("  {:<22} {}{}\n", flag.usage, flag.help,
+                                flag.name() == "--nproc" ? " (" + nproc + ")" : "");
   return help;
 }
 

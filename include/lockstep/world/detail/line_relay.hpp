@@ -44,7 +44,27 @@ class OutputWriter {
 
   /// Writes as much as possible without blocking.
   void write_ready() {
-    for (int sink : {1, 2}) write_ready(sink);
+    for (int sink : {1, 2}) {
+      auto& [waiting, state] = sinks_[sink - 1];
+      std::size_t done = 0;
+      while (done < waiting.size() && state == State::open) {
+        pollfd room{sink, POLLOUT, 0};
+        if (poll(&room, 1, 0) <= 0) break;
+        // A ready pipe accepts this much without blocking (PIPE_BUF).
+        const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
+        const ssize_t written = write(sink, waiting.data() + done, most);
+        if (written > 0) {
+          done += static_cast<std::size_t>(written);
+        } else if (errno == EPIPE) {
+          state = State::unread;
+        } else if (errno != EINTR && errno != EAGAIN) {
+          state = State::failed;
+          put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
+                                  sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
+        }
+      }
+      waiting.erase(0, state == State::open ? done : waiting.size());
+    }
   }
 
  private:
@@ -53,28 +73,6 @@ class OutputWriter {
     std::string waiting;
     State state = State::open;
   };
-
-  void write_ready(int sink) {
-    auto& [waiting, state] = sinks_[sink - 1];
-    std::size_t done = 0;
-    while (done < waiting.size() && state == State::open) {
-      pollfd room{sink, POLLOUT, 0};
-      if (poll(&room, 1, 0) <= 0) break;
-      // A ready pipe accepts this much without blocking (PIPE_BUF).
-      const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
-      const ssize_t written = write(sink, waiting.data() + done, most);
-      if (written > 0) {
-        done += static_cast<std::size_t>(written);
-      } else if (errno == EPIPE) {
-        state = State::unread;
-      } else if (errno != EINTR && errno != EAGAIN) {
-        state = State::failed;
-        put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
-                                sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
-      }
-    }
-    waiting.erase(0, state == State::open ? done : waiting.size());
-  }
 
   Sink sinks_[2];
 };

@@ -98,21 +98,17 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
   });
 }
 
-/// Returns whether this process's parent ended before end_with_agent() ran: its parent is then process 1.
-/// Returns false if process 1 is a Python interpreter, as in a container whose first process is the agent.
-inline bool taken_over_by_init() {
-  if (getppid() != 1) return false;
-  const std::string command = proc_file(1, "cmdline").value_or("");
-  return !command.empty() && command.find("python") == std::string::npos &&
-         command.find("torchrun") == std::string::npos;
-}
-
 /// Ends a worker of torchrun together with the agent that started it: a killed agent (SIGKILL, out of memory) would
 /// otherwise leave it training as an orphan. No-op in any other process, including those that a worker or a wrapper
 /// script starts: of these only the worker itself leads a session. The calling thread must live as long as the worker.
 inline void end_with_agent() {
   if (!process_variable("TORCHELASTIC_RUN_ID") || getsid(0) != getpid()) return;
-  if (!die_with_parent(getppid()) || taken_over_by_init()) raise(SIGKILL);
+  if (!die_with_parent(getppid())) raise(SIGKILL);
+  // The agent has ended before if the parent is process 1, unless that is itself the agent, as in a container.
+  const std::string parent = getppid() == 1 ? proc_file(1, "cmdline").value_or("") : "";
+  const bool agent =
+      parent.find("python") != std::string::npos || parent.find("torchrun") != std::string::npos;
+  if (!parent.empty() && !agent) raise(SIGKILL);
 }
 
 /// Runs `work` on a thread without exception handlers above it, so that an exception reaches
