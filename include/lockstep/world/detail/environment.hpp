@@ -115,10 +115,9 @@ inline RendezvousUrl parse_rendezvous(const std::string& url) {
 /// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
 inline std::string read_store_secret(const Variables& variables = process_variable) {
   auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
-  constexpr std::size_t longest = 256;
-  if (secret.size() > longest)
+  if (secret.size() > 256)
     throw UsageError(
-        formatted("LOCKSTEP_STORE_SECRET has {} characters: give it at most {}", secret.size(), longest));
+        formatted("LOCKSTEP_STORE_SECRET has {} characters: give it at most 256", secret.size()));
   return secret;
 }
 

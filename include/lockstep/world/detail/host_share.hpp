@@ -93,8 +93,7 @@ inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
   int present = entries(driver_folder, [](const std::string&) { return true; });
   if (present == 0)
     present = entries(device_folder, [](const std::string& name) {
-      return name.starts_with("nvidia") && name.size() > 6 &&
-             name.find_first_not_of("0123456789", 6) == std::string::npos;
+      return name.starts_with("nvidia") && whole_number(name.substr(6));
     });
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (visible == nullptr || present == 0) return present;
@@ -182,7 +181,7 @@ inline void set_nccl_environment() {
 /// Returns what a program that uses NCCL should know of its environment: the variables that neither it nor
 /// `launch` has set, and the user's values with which LibTorch ends the process. Empty if there is nothing.
 inline std::string nccl_environment_warning(const Variables& variables = process_variable) {
-  std::vector<std::string> unset, ending, warnings;
+  std::vector<std::string> unset, ending;
   for (const NcclVariable& variable : nccl_variables) {
     const auto value = variables(variable.name);
     if (!value)
@@ -190,17 +189,18 @@ inline std::string nccl_environment_warning(const Variables& variables = process
     else if (std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
       ending.push_back(formatted("{}={}", variable.name, *value));
   }
+  std::string warning;
   if (!ending.empty())
-    warnings.push_back(
-        formatted("with {}, LibTorch ends the process when a collective of NCCL fails or times out, before "
-                  "lockstep can name the rank: unset it",
-                  joined(ending, " ")));
+    warning = formatted(
+        "with {}, LibTorch ends the process when a collective of NCCL fails or times out, "
+        "before lockstep can name the rank: unset it{}",
+        joined(ending, " "), unset.empty() ? "" : "; ");
   if (!unset.empty())
-    warnings.push_back(
-        formatted("this program was started without lockstep::launch, and LibTorch may end it when a "
-                  "collective of NCCL fails: set {} before the program starts",
-                  joined(unset, " ")));
-  return joined(warnings, "; ");
+    warning += formatted(
+        "this program was started without lockstep::launch, and LibTorch may end it when a "
+        "collective of NCCL fails: set {} before the program starts",
+        joined(unset, " "));
+  return warning;
 }
 
 }  // namespace lockstep::detail

@@ -50,8 +50,7 @@ extern "C" inline void lockstep_note_ending_signal(int number) {
   // The end is at most seconds away: only a user's second Ctrl-C shortens it. Signals often come twice, to a
   // process and to its group.
   if (!forked && (number != SIGINT || monotonic_nanoseconds() - ending_since < 500'000'000)) return;
-  signal(number, SIG_DFL);
-  raise(number);
+  end_by_signal(number);
 }
 
 /// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it; a second
