@@ -307,8 +307,7 @@ inline void require_size(const Variables& variables, const Environment& env) {
 /// variables that contradict each other, and where a launcher hides the number of ranks or has not started
 /// this process.
 inline std::optional<Environment> launched_environment(const Variables& variables, int nproc = 0) {
-  const auto world_size = integer_variable(variables, "WORLD_SIZE", 1);
-  if (variables("RANK") || world_size == 1) return std::nullopt;
+  if (integer_variable(variables, "WORLD_SIZE", 1) == 1 || variables("RANK")) return std::nullopt;
   const LauncherVariables* names = launcher_of(variables);
   if (names == nullptr) {
     for (const LauncherVariables& other : {by_open_mpi, by_pmi, by_slurm})

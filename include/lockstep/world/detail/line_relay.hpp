@@ -154,7 +154,7 @@ class LineRelay {
     if (pending.empty()) return;
     if (cursor.open_by != none && cursor.open_by != stream) {
       if (!cursor.owner_ended && !with_partial_line) return;
-      break_line(stream);
+      break_line(cursor);
     }
     std::string out;
     std::string_view rest = pending;
@@ -190,8 +190,7 @@ class LineRelay {
   }
 
   // Ends the line that another stream has left open.
-  void break_line(std::size_t stream) {
-    auto& cursor = cursor_of(stream);
+  void break_line(Cursor& cursor) {
     write_(1 + static_cast<int>(cursor.open_by % 2), "\n");
     cursor = {};
   }
@@ -204,7 +203,7 @@ class LineRelay {
       const auto& pending = streams_[stream].pending;
       const bool waits = pending.size() > longest_held || line_length(stream, pending) > 0;
       if (stream == owner || &cursor != &cursor_of(owner) || !waits) continue;
-      if (cursor.open_by == owner) break_line(stream);
+      if (cursor.open_by == owner) break_line(cursor);
       if (cursor.open_by == none) flush(stream, false);
     }
   }

@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -137,8 +136,7 @@ inline const Failure* first_failure(const std::vector<Failure>& failures, std::c
     return std::pair(order(a), a.time) < std::pair(order(b), b.time);
   });
   if (first == failures.end()) return nullptr;
-  constexpr std::chrono::milliseconds settling[] = {
-      {}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
+  constexpr std::chrono::milliseconds settling[]{{}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
   return waited < settling[order(*first)] ? nullptr : &*first;
 }
 
@@ -218,6 +216,7 @@ class Supervisor {
 
   enum Source : int { report, out, error };
   struct Child {
+    std::size_t first_stream = 0;  // of its two in the relay
     int rank = 0;
     pid_t pid = 0;
     Descriptor pipes[3] = {};  // by Source
@@ -241,8 +240,9 @@ class Supervisor {
       const pid_t pid = start_child(options_.program, options_.arguments, changes,
                                     {in, pipes[out].write.get(), pipes[error].write.get()},
                                     pipes[report].write.get(), scope.mask_before());
-      children_.push_back(
-          {job.rank, pid, {std::move(pipes[0].read), std::move(pipes[1].read), std::move(pipes[2].read)}});
+      children_.push_back({2 * children_.size(), job.rank, pid, {}});
+      for (const Source source : {report, out, error})
+        children_.back().pipes[source] = std::move(pipes[source].read);
     }
   }
 
@@ -252,9 +252,9 @@ class Supervisor {
 
   void wait_for_events(const LauncherScope& scope) {
     std::vector<pollfd> polled{{scope.descriptor(), POLLIN, 0}};
-    for (std::size_t i = 0; i < children_.size(); ++i)
+    for (const auto& child : children_)
       for (const Source source : {report, out, error})
-        if (is_read(i, source)) polled.push_back({children_[i].pipes[source].get(), POLLIN, 0});
+        if (is_read(child, source)) polled.push_back({child.pipes[source].get(), POLLIN, 0});
     output_.poll_for(polled);
     // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
     poll(polled.data(), polled.size(), !failures_.empty() || interrupted_ != 0 ? 20 : 100);
@@ -324,8 +324,7 @@ class Supervisor {
   }
 
   void reap() {
-    for (std::size_t i = 0; i < children_.size(); ++i) {
-      Child& child = children_[i];
+    for (auto& child : children_) {
       if (child.ended) {
         waitpid(-child.pid, nullptr, WNOHANG);  // orphaned descendants
         continue;
@@ -338,7 +337,7 @@ class Supervisor {
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
       child.ended_at = monotonic_nanoseconds();
-      receive(i, report, true);
+      receive(child, report, true);
       take_end(child);
     }
   }
@@ -382,24 +381,23 @@ class Supervisor {
 
   // Returns whether a pipe of a rank is read now. While the first failure is undecided, the stderr of all ranks
   // is held back.
-  [[nodiscard]] bool is_read(std::size_t i, Source source) const {
-    const bool open = children_[i].pipes[source].open();
-    if (!open || source == report) return open;
+  [[nodiscard]] bool is_read(const Child& child, Source source) const {
+    if (source == report || !child.pipes[source].open()) return child.pipes[source].open();
     const bool held = source == error && !failures_.empty() && !failure_;
-    return !held && (children_[i].ended || !(output_.full(source) || relay_.full(stream_of(i, source))));
+    const bool full = output_.full(source) || relay_.full(child.first_stream + (source == error ? 1 : 0));
+    return !held && (child.ended || !full);
   }
-  static std::size_t stream_of(std::size_t i, Source source) { return 2 * i + (source == error ? 1 : 0); }
 
   void read_all() {
-    for (std::size_t i = 0; i < children_.size(); ++i)
+    for (auto& child : children_)
       for (const Source source : {report, out, error})
-        if (is_read(i, source)) receive(i, source, source == report || children_[i].ended);
+        if (is_read(child, source)) receive(child, source, source == report || child.ended);
   }
 
   // Takes `all` available bytes of a rank's pipe, or one piece of them.
-  void receive(std::size_t i, Source source, bool all) {
-    Child& child = children_[i];
+  void receive(Child& child, Source source, bool all) {
     Descriptor& pipe = child.pipes[source];
+    const std::size_t stream = child.first_stream + (source == error ? 1 : 0);
     const bool reported = child.reported();
     char buffer[1 << 16];
     for (bool more = true; more && pipe.open();) {
@@ -408,12 +406,12 @@ class Supervisor {
       if (source == report)
         child.report_bytes += bytes;
       else if (length > 0)
-        relay_.feed(stream_of(i, source), bytes);
+        relay_.feed(stream, bytes);
       more = length > 0 ? all : length < 0 && errno == EINTR;
       if (length == 0 || (length < 0 && errno != EINTR && errno != EAGAIN)) pipe.close();
     }
     if (child.ended) pipe.close();
-    if (source != report && (all || !pipe.open())) relay_.close(stream_of(i, source));
+    if (source != report && (all || !pipe.open())) relay_.close(stream);
     if (reported || !child.reported()) return;
     Failure failure = decode_report(child.report_bytes);
     failure.rank = child.rank;
@@ -437,9 +435,9 @@ class Supervisor {
            (departed && child.rank == first->cause)))  // it left before it ended
         gone.push_back(child.rank);
     failure_ = judged(*first, gone);
-    for (std::size_t i = 0; i < children_.size(); ++i)  // the rank's own last output comes before the error
+    for (auto& child : children_)  // the rank's own last output comes before the error
       for (const Source source : {out, error})
-        if (children_[i].pid == failure_->pid) receive(i, source, true);
+        if (child.pid == failure_->pid) receive(child, source, true);
     output_.put(2, formatted("error: {}\n", headline(*failure_, gone)));
     output_.write_ready();
     order_end(SIGTERM);
