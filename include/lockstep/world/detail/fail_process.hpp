@@ -35,18 +35,18 @@ namespace lockstep::detail {
 /// The rank that a process is, as far as the other ranks must know how it ends.
 struct EndingRank {
   virtual ~EndingRank() = default;
-  /// Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the first, or
-  /// true if this rank cannot know. May block.
+  /// Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the first,
+  /// or true if this rank cannot know. May block.
   virtual bool publish(const Failure& failure) = 0;
-  /// Publishes that this process ends with exit code `code`. Returns its exit code: not 0 if the ranks' calls differ. May
-  /// block, for other ranks only if it `waits`.
+  /// Publishes that this process ends with exit code `code`. Returns its exit code: not 0 if the ranks' calls differ.
+  /// May block, for other ranks only if it `waits`.
   virtual int end(int code, bool waits) = 0;
 };
 /// The rank that `launch` runs in this process, null before it has a World.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<EndingRank*> ending_rank{nullptr};
 
-/// The process that end_on_uncaught() has set up, which is not a child that it forks, and the signal that is ending it, 0 if
-/// there is none (see announce_end).
+/// The process that end_on_uncaught() has set up, which is not a child that it forks, and the signal that is ending
+/// it, 0 if there is none (see announce_end).
 LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> ending_process{0};
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
 

@@ -195,8 +195,8 @@ class LineRelay {
     cursor = {};
   }
 
-  // Writes the whole lines of the other streams that share a cursor, and bytes that are too many to be held back for the end
-  // of one, after the end of the line that `owner` has left open, if it has.
+  // Writes the whole lines of the other streams that share a cursor, and bytes that are too many to be held back for
+  // the end of one, after the end of the line that `owner` has left open, if it has.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       auto& cursor = cursor_of(stream);

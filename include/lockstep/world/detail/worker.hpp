@@ -79,8 +79,9 @@ inline void announce_signals() {
   }
 }
 
-/// Publishes how this process ends to the other ranks, as `rank`, which must live as long: its exit code (std::exit, a return
-/// from main) and, without a supervisor, which sees how its ranks end, its signals. They would only see the connections close.
+/// Publishes how this process ends to the other ranks, as `rank`, which must live as long: its exit code (std::exit, a
+/// return from main) and, without a supervisor, which sees how its ranks end, its signals. They would only see the
+/// connections close.
 LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
   ending_rank = &rank;
   static std::once_flag once;
