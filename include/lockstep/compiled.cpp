@@ -19,7 +19,6 @@
 #include "lockstep/report/detail/tensorboard-inl.hpp"
 #include "lockstep/report/detail/trace_recorder-inl.hpp"
 #include "lockstep/train/detail/state_dict-inl.hpp"
-#include "lockstep/world/detail/environment-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"
 #if __has_include(<nlohmann/json.hpp>)

@@ -15,7 +15,7 @@
 #include "lockstep/comm/detail/call_watch.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"

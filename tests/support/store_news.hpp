@@ -6,9 +6,9 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/environment.hpp"
 
 /// What a test or one of its programs asks the store of a run, besides the keys. A `world` is a World, which the tests
 /// without LibTorch do not have.
@@ -32,7 +32,7 @@ inline void await_sign_in(int port, const std::vector<int>& ranks) {
 
 /// Blocks until the store has noticed that a rank of the world's run has ended, which it has not published yet.
 inline void await_death(const auto& world, int rank) {
-  const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
+  const auto url = lockstep::detail::parse_rendezvous(world.environment().rendezvous);
   await_at_store(url.host, url.port, {rank}, [](const auto& known) { return known.at(0).lost; });
 }
 

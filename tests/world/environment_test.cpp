@@ -1,4 +1,4 @@
-#include "lockstep/world/environment.hpp"
+#include "lockstep/world/detail/environment.hpp"
 
 #include <string>
 #include <tuple>
@@ -103,11 +103,11 @@ TEST_CASE("a local rank without the number of local ranks is checked once all ra
 }
 
 TEST_CASE("a rendezvous is a tcp URL") {
-  CHECK(lockstep::parse_rendezvous("tcp://a:12").port == 12);
-  CHECK(lockstep::parse_rendezvous("tcp://[::1]:12").host == "::1");
+  CHECK(lockstep::detail::parse_rendezvous("tcp://a:12").port == 12);
+  CHECK(lockstep::detail::parse_rendezvous("tcp://[::1]:12").host == "::1");
 
   for (const char* bad : {"tcp://a", "tcp://:1", "tcp://a:0", "tcp://a:x", "file:///x", "http://a:1", ""})
-    CHECK_THROWS_AS(lockstep::parse_rendezvous(bad), lockstep::UsageError);
+    CHECK_THROWS_AS(lockstep::detail::parse_rendezvous(bad), lockstep::UsageError);
 }
 
 TEST_CASE("launch starts as many processes as it is told") {

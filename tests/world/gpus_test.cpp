@@ -1,4 +1,4 @@
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 
 #include <string>
 

@@ -1,4 +1,4 @@
-#include "lockstep/world/environment.hpp"
+#include "lockstep/world/detail/environment.hpp"
 
 #include <algorithm>
 #include <cstdlib>
@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
-#include "lockstep/world/detail/thread_share.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "world/planned.hpp"
@@ -41,7 +41,8 @@ const Values one_task{{"SLURM_JOB_ID", "12"},
 
 TEST_CASE("the first host of a node list of Slurm") {
   const auto first = [](const std::string& list) {
-    return lockstep::parse_rendezvous(read(changed(slurm, "SLURM_STEP_NODELIST", list)).rendezvous).host;
+    return lockstep::detail::parse_rendezvous(read(changed(slurm, "SLURM_STEP_NODELIST", list)).rendezvous)
+        .host;
   };
   CHECK(first("node7") == "node7");
   CHECK(first("n[09-11]") == "n09");
@@ -115,7 +116,7 @@ TEST_CASE("a step of Slurm") {
   CHECK(rank.local_rank == 0);
   CHECK(rank.local_size == 1);
   CHECK(rank.launched);
-  const auto [host, port] = lockstep::parse_rendezvous(rank.rendezvous);
+  const auto [host, port] = lockstep::detail::parse_rendezvous(rank.rendezvous);
   CHECK(host == "n09");
   CHECK(port >= 61000);
   CHECK(port <= 65535);
@@ -163,7 +164,7 @@ TEST_CASE("the mpirun of Open MPI") {
   CHECK(rank.local_rank == 1);
   CHECK(rank.local_size == 4);
   CHECK(rank.rendezvous_origin.text == "the loopback address, a port derived from the job");
-  const auto [host, port] = lockstep::parse_rendezvous(rank.rendezvous);
+  const auto [host, port] = lockstep::detail::parse_rendezvous(rank.rendezvous);
   CHECK(host == "127.0.0.1");
   CHECK(port >= 61000);
   CHECK(read(changed(mpi, "PMIX_NAMESPACE", "7")).rendezvous != rank.rendezvous);

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/place.hpp"
 #include "support/refuses.hpp"
 
@@ -32,7 +32,7 @@ inline Values changed(Values values, const std::string& name, const std::string&
 }
 
 inline lockstep::Environment read(Values values) {
-  return lockstep::read_environment(variables(std::move(values)));
+  return lockstep::detail::read_environment(variables(std::move(values)));
 }
 
 inline lockstep::detail::Place plan(std::vector<std::string> arguments, Values values,

@@ -44,7 +44,7 @@ or leave this header out"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {

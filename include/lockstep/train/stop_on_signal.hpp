@@ -3,7 +3,8 @@
 #include <signal.h>
 
 #include "lockstep/train/extras.hpp"
-#include "lockstep/world/detail/report_pipe.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/process.hpp"
 
 namespace lockstep {
 namespace detail {

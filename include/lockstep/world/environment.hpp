@@ -1,9 +1,9 @@
 #pragma once
 
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <string>
-#include <string_view>
 
 namespace lockstep {
 
@@ -11,7 +11,11 @@ namespace lockstep {
 using Variables = std::function<std::optional<std::string>(const char*)>;
 
 /// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
-std::optional<std::string> process_variable(const char* name);
+inline std::optional<std::string> process_variable(const char* name) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return std::nullopt;
+  return std::string(text);
+}
 
 /// What determines the address of a rendezvous, and how to change it, for messages.
 struct RendezvousOrigin {
@@ -62,61 +66,3 @@ struct Environment {
 };
 
 }  // namespace lockstep
-
-namespace lockstep::detail {
-
-/// Parses `text` as an integer. Returns std::nullopt if it is not one.
-std::optional<int> whole_number(std::string_view text);
-
-/// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
-/// not an integer in [least, most].
-std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
-                                    int most = 2147483647);
-
-/// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
-void require_level(const Variables& variables);
-
-/// Returns whether `host` names the loopback (127.0.0.1, ::1, localhost), which leads each host to itself.
-bool names_loopback(std::string_view host);
-/// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
-std::string loopback_address();
-
-/// Returns the place of one of several processes that srun, mpirun or mpiexec, the innermost, has started.
-/// Returns std::nullopt if torchrun's variables win (RANK is set, or WORLD_SIZE is 1) or there is one
-/// process. `nproc`: the ranks that each process is to start, 0 if it is a rank itself. Throws UsageError for
-/// variables that contradict each other, and where a launcher hides the number of ranks or has not started
-/// this process.
-std::optional<Environment> launched_environment(const Variables& variables, int nproc = 0);
-
-/// Throws UsageError if WORLD_SIZE is set and is not the size of `env`, whose ranks a launcher has started.
-void require_size(const Variables& variables, const Environment& env);
-
-/// Returns the place that torchrun's variables give to this process or, without RANK, a process alone. Throws
-/// UsageError without an address of the rendezvous, unless the `here` ranks that start on this host are all.
-Environment environment_by_hand(const Variables& variables, int here = 1);
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// A parsed rendezvous URL, `tcp://host:port`.
-struct RendezvousUrl {
-  std::string host;
-  int port = 0;  ///< 1 to 65535
-};
-
-/// Parses a rendezvous URL. Throws UsageError if `url` is not `tcp://host:port`.
-RendezvousUrl parse_rendezvous(const std::string& url);
-
-/// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
-std::string read_store_secret(const Variables& variables = process_variable);
-
-/// Reads torchrun's variables or, if RANK is not set, the place that srun, mpirun or mpiexec assigned. Throws
-/// UsageError that names the variable, its value and a remedy.
-Environment read_environment(const Variables& variables = process_variable);
-
-}  // namespace lockstep
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/world/detail/environment-inl.hpp"
-#endif

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <string>
+#include <string_view>
 
 namespace lockstep {
 
@@ -30,3 +31,22 @@ struct LaunchOptions {
 };
 
 }  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// A flag of `launch`, which option lets `launch` read it, and its help.
+struct LaunchFlag {
+  std::string_view usage;
+  bool LaunchOptions::*is_read;
+  std::string_view help;
+
+  [[nodiscard]] std::string_view name() const { return usage.substr(0, usage.find(' ')); }
+};
+inline constexpr LaunchFlag launch_flags[] = {
+    {"--nproc N", &LaunchOptions::nproc_flag, "processes to start on this host"},
+    {"--prefix WHEN", &LaunchOptions::prefix_flag,
+     "put the rank in front of output lines: auto, always or never"},
+    {"--timeout SECONDS", &LaunchOptions::timeout_flag, "timeout of collectives (1800, or 600 on GPUs)"},
+    {"--threads N", &LaunchOptions::threads_flag, "threads of each rank (its share of the cores)"}};
+
+}  // namespace lockstep::detail

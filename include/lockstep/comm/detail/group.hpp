@@ -17,8 +17,8 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 

@@ -8,7 +8,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/timeouts.hpp"

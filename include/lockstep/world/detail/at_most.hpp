@@ -61,4 +61,14 @@ inline void at_most(std::chrono::milliseconds timeout, std::function<void()> wor
 } catch (const std::system_error&) {
 }
 
+/// The same for work that returns a value. Returns `otherwise` if there is none within `timeout`.
+template <class Result, class Work>
+Result at_most(std::chrono::milliseconds timeout, Result otherwise, Work work) try {
+  const auto result = std::make_shared<Result>(otherwise);
+  const LeavableThread thread([result, work = std::move(work)]() mutable { *result = work(); });
+  return thread.ends_within(timeout) ? *result : otherwise;
+} catch (const std::system_error&) {
+  return otherwise;
+}
+
 }  // namespace lockstep::detail

@@ -1,10 +1,10 @@
 #pragma once
 
-#if __has_include(<malloc.h>)
+#include <fcntl.h>
 #include <malloc.h>
-#endif
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -22,13 +22,13 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/place.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/detail/world_state.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -55,14 +55,22 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
 /// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks
 /// again. glibc returns large blocks to the system, whose pages must then be cleared and mapped again: for
 /// the MNIST example's network a thousand page faults per step, a tenth of its time. No-op if the user has
-/// set glibc's own variables, or with another C library.
+/// set glibc's own variables.
 inline void keep_freed_memory() {
-#ifdef __GLIBC__
   for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"})
     if (std::getenv(name)) return;
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the maximum in glibc
   mallopt(M_TRIM_THRESHOLD, 512 << 20);
-#endif
+}
+
+/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
+/// receive printed output.
+inline void fill_standard_descriptors() {
+  for (int number : {0, 1, 2})
+    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
+      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
+      if (opened > 2) ::close(opened);
+    }
 }
 
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
@@ -115,8 +123,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     } catch (const StoreError&) {  // the ranks' own timeouts remain
     }
   };
-  Supervisor supervisor(std::move(supervised));
-  const int code = supervisor.run();
+  const int code = Supervisor(std::move(supervised)).run();
   if (hosting && !alone) outlive_ranks(*store, env.size, code == 0);
   return code == 0 && hosting ? code_of_mismatch(*store) : code;
 }
@@ -147,9 +154,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     if (world.size() > 1) {
       quiet_library_log();
       const auto* kept = new World(world);  // never destroyed: any thread may end the process
-      ending_rank = &state_of(*kept);
-      announce_exit();
-      announce_signals();
+      announce_end(state_of(*kept));
     }
     auto arguments = program_arguments(argc, argv, options);
     bool stopped = false;
@@ -177,24 +182,7 @@ namespace lockstep {
 
 LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const* argv,
                                                      const LaunchOptions& options) {
-  detail::Flags flags;
-  if (options.nproc_flag) flags = detail::nproc_flags;
-  if (options.prefix_flag) flags.push_back("--prefix");
-  if (options.timeout_flag) flags.push_back("--timeout");
-  if (options.threads_flag) flags.push_back("--threads");
-  std::vector<char*> kept;
-  bool over = false;  // after `--`
-  for (int i = 0; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    over = over || argument == "--";
-    int match = 0;
-    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
-      match = detail::matches_flag(argument, flags[f]);
-    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
-    if (match == 1) ++i;
-  }
-  kept.push_back(nullptr);
-  return kept;
+  return detail::parse_command_line(argc, argv, options).rest;
 }
 
 LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const char* const* argv) {
@@ -209,14 +197,11 @@ LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const ch
 
 LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   std::string help;
-  const auto add = [&](bool read, std::string_view flag, const std::string& text) {
-    if (read) help += detail::formatted("  {:<22} {}\n", flag, text);
-  };
   const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 1 without GPUs";
-  add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
-  add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
-  add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
-  add(options.threads_flag, "--threads N", "threads of each rank (its share of the cores)");
+  for (const detail::LaunchFlag& flag : detail::launch_flags)
+    if (options.*flag.is_read)
+      help += detail::formatted("  {:<22} {}{}\n", flag.usage, flag.help,
+                                flag.name() == "--nproc" ? " (" + nproc + ")" : "");
   return help;
 }
 

@@ -44,7 +44,27 @@ class OutputWriter {
 
   /// Writes as much as possible without blocking.
   void write_ready() {
-    for (int sink : {1, 2}) write_ready(sink);
+    for (int sink : {1, 2}) {
+      auto& [waiting, state] = sinks_[sink - 1];
+      std::size_t done = 0;
+      while (done < waiting.size() && state == State::open) {
+        pollfd room{sink, POLLOUT, 0};
+        if (poll(&room, 1, 0) <= 0) break;
+        // A ready pipe accepts this much without blocking (PIPE_BUF).
+        const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
+        const ssize_t written = write(sink, waiting.data() + done, most);
+        if (written > 0) {
+          done += static_cast<std::size_t>(written);
+        } else if (errno == EPIPE) {
+          state = State::unread;
+        } else if (errno != EINTR && errno != EAGAIN) {
+          state = State::failed;
+          put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
+                                  sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
+        }
+      }
+      waiting.erase(0, state == State::open ? done : waiting.size());
+    }
   }
 
  private:
@@ -53,28 +73,6 @@ class OutputWriter {
     std::string waiting;
     State state = State::open;
   };
-
-  void write_ready(int sink) {
-    auto& [waiting, state] = sinks_[sink - 1];
-    std::size_t done = 0;
-    while (done < waiting.size() && state == State::open) {
-      pollfd room{sink, POLLOUT, 0};
-      if (poll(&room, 1, 0) <= 0) break;
-      // A ready pipe accepts this much without blocking (PIPE_BUF).
-      const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
-      const ssize_t written = write(sink, waiting.data() + done, most);
-      if (written > 0) {
-        done += static_cast<std::size_t>(written);
-      } else if (errno == EPIPE) {
-        state = State::unread;
-      } else if (errno != EINTR && errno != EAGAIN) {
-        state = State::failed;
-        put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
-                                sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
-      }
-    }
-    waiting.erase(0, state == State::open ? done : waiting.size());
-  }
 
   Sink sinks_[2];
 };
@@ -150,19 +148,13 @@ class LineRelay {
     return text.substr(end, 2) == "\r\n" ? end + 2 : end + 1;
   }
 
-  // Returns whether a stream has a whole line pending, or more bytes than are held back for the end of one.
-  [[nodiscard]] bool waits(std::size_t stream) const {
-    const auto& pending = streams_[stream].pending;
-    return pending.size() > longest_held || line_length(stream, pending) > 0;
-  }
-
   void flush(std::size_t stream, bool with_partial_line) {
     auto& cursor = cursor_of(stream);
     auto& pending = streams_[stream].pending;
     if (pending.empty()) return;
     if (cursor.open_by != none && cursor.open_by != stream) {
       if (!cursor.owner_ended && !with_partial_line) return;
-      break_line(stream);
+      break_line(cursor);
     }
     std::string out;
     std::string_view rest = pending;
@@ -198,19 +190,20 @@ class LineRelay {
   }
 
   // Ends the line that another stream has left open.
-  void break_line(std::size_t stream) {
-    auto& cursor = cursor_of(stream);
+  void break_line(Cursor& cursor) {
     write_(1 + static_cast<int>(cursor.open_by % 2), "\n");
     cursor = {};
   }
 
-  // Writes the whole lines of the other streams that share a cursor, after the end of the line that `owner`
-  // has left open, if it has.
+  // Writes the whole lines of the other streams that share a cursor, and bytes that are too many to be held back for
+  // the end of one, after the end of the line that `owner` has left open, if it has.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       auto& cursor = cursor_of(stream);
-      if (stream == owner || &cursor != &cursor_of(owner) || !waits(stream)) continue;
-      if (cursor.open_by == owner) break_line(stream);
+      const auto& pending = streams_[stream].pending;
+      const bool waits = pending.size() > longest_held || line_length(stream, pending) > 0;
+      if (stream == owner || &cursor != &cursor_of(owner) || !waits) continue;
+      if (cursor.open_by == owner) break_line(cursor);
       if (cursor.open_by == none) flush(stream, false);
     }
   }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -12,54 +13,42 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 
-using Flags = std::vector<std::string_view>;
+/// The flags of `launch` in a command line, and the program's own arguments.
+struct CommandLine {
+  std::map<std::string_view, std::string_view> values;  ///< by LaunchFlag::name(); the last occurrence counts
+  std::string_view without_value;                       ///< a flag at the end, empty if there is none
+  std::vector<char*> rest;                              ///< with a final null pointer as in main's argv
+};
 
-/// The spellings of the flag for the number of processes.
-inline const Flags nproc_flags{"--nproc", "--nproc-per-node"};
-
-/// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
-inline int matches_flag(std::string_view argument, std::string_view flag) {
-  if (!argument.starts_with(flag)) return 0;
-  return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
-}
-
-/// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
-/// counts. Throws UsageError for a flag without a value.
-inline std::optional<std::string> argument_value(int argc, const char* const* argv, const Flags& flags) {
-  std::optional<std::string> value;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument == "--") break;
-    for (const std::string_view flag : flags) {
-      const int match = matches_flag(argument, flag);
-      if (match == 1 && ++i == argc) throw UsageError(formatted("{} needs a value after it", flag));
-      if (match == 1) value = argv[i];
-      if (match == 2) value = argument.substr(flag.size() + 1);
-      if (match != 0) break;
-    }
+/// Reads `--flag VALUE` and `--flag=VALUE` up to `--`.
+inline CommandLine parse_command_line(int argc, const char* const* argv, const LaunchOptions& options) {
+  CommandLine line;
+  bool over = false;  // after `--`
+  for (int i = 0; i < argc; ++i) {
+    const std::string_view argument = argv[i], name = argument.substr(0, argument.find('='));
+    over = over || argument == "--";
+    const auto* flag = std::find_if(std::begin(launch_flags), std::end(launch_flags), [&](const auto& known) {
+      return options.*known.is_read && known.name() == (name == "--nproc-per-node" ? "--nproc" : name);
+    });
+    if (i == 0 || over || flag == std::end(launch_flags))
+      line.rest.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
+    else if (name.size() < argument.size())
+      line.values[flag->name()] = argument.substr(name.size() + 1);
+    else if (++i < argc)
+      line.values[flag->name()] = argv[i];
+    else
+      line.without_value = name;
   }
-  return value;
-}
-
-/// Returns the value of a flag that gives a number of `unit`. Throws UsageError unless it is a whole number
-/// of at least 1.
-inline std::optional<int> count_argument(int argc, const char* const* argv, const Flags& flags,
-                                         std::string_view unit) {
-  const auto text = argument_value(argc, argv, flags);
-  if (!text) return std::nullopt;
-  const auto value = whole_number(*text);
-  if (!value || *value < 1)
-    throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flags[0],
-                               *text, unit));
-  return value;
+  line.rest.push_back(nullptr);
+  return line;
 }
 
 /// What this process is in its run.
@@ -67,12 +56,12 @@ struct Place {
   bool worker = false;  ///< a rank; otherwise the process launches the `nproc` ranks of its host
   /// The worker's place. For a launching process: the lowest of its ranks, the number of all ranks, and the
   /// rendezvous across hosts, which is empty if all ranks are on this host.
-  Environment environment;
+  Environment environment = {};
   int nproc = 1;
   Prefix prefix = Prefix::automatic;
-  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
-  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
-  std::optional<int> threads;   ///< of each rank
+  std::string visible_devices = {};  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
+  std::optional<int> timeout = {};   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::optional<int> threads = {};   ///< of each rank
 };
 
 /// Returns what this process is, from the command line and the environment. A process that srun, mpirun or
@@ -80,27 +69,38 @@ struct Place {
 /// command line and environment contradict each other.
 inline Place resolve(int argc, const char* const* argv, const LaunchOptions& options,
                      const Variables& variables = process_variable) {
-  Place place;
+  Place place{.prefix = options.prefix, .visible_devices = options.gpus};
   if (options.nproc < 0)
     throw UsageError(
         formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
-  place.prefix = options.prefix;
-  if (const auto when = options.prefix_flag ? argument_value(argc, argv, {"--prefix"}) : std::nullopt) {
-    if (*when != "auto" && *when != "always" && *when != "never")
-      throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", *when));
-    place.prefix = *when == "auto" ? Prefix::automatic : *when == "always" ? Prefix::always : Prefix::never;
+  const CommandLine line = parse_command_line(argc, argv, options);
+  if (!line.without_value.empty())
+    throw UsageError(formatted("{} needs a value after it", line.without_value));
+  if (const auto when = line.values.find("--prefix"); when != line.values.end()) {
+    const std::string_view word = when->second;
+    if (word != "auto" && word != "always" && word != "never")
+      throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", word));
+    place.prefix = word == "auto" ? Prefix::automatic : word == "always" ? Prefix::always : Prefix::never;
   }
-  if (options.timeout_flag) place.timeout = count_argument(argc, argv, {"--timeout"}, "seconds");
-  if (options.threads_flag) place.threads = count_argument(argc, argv, {"--threads"}, "threads");
+  const auto count = [&](std::string_view flag, std::string_view unit) -> std::optional<int> {
+    const auto given = line.values.find(flag);
+    if (given == line.values.end()) return std::nullopt;
+    const auto value = whole_number(given->second);
+    if (!value || *value < 1)
+      throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flag,
+                                 given->second, unit));
+    return value;
+  };
+  place.timeout = count("--timeout", "seconds");
+  place.threads = count("--threads", "threads");
   integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
   require_level(variables);
-  place.visible_devices = options.gpus;
-  const auto gpus = options.gpus.empty() ? 0 : gpu_list(options.gpus, variables).size();
-  const auto flag = options.nproc_flag ? count_argument(argc, argv, nproc_flags, "processes") : std::nullopt;
+  const int gpus = options.gpus.empty() ? 0 : count_gpus(options.gpus, variables);
+  const auto flag = count("--nproc", "processes");
   auto nproc = flag;
   auto given = formatted("--nproc {}", flag.value_or(0));  // what determines `nproc`, for errors
   if (!nproc && options.nproc <= 0 && gpus > 0) {          // as many as the user has named
-    nproc = static_cast<int>(gpus);
+    nproc = gpus;
     given = formatted("the {} GPUs {}", gpus, options.gpus);
   }
   // More processes than this host can use would exhaust its memory before they print anything.
@@ -146,10 +146,10 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   // Without RANK each host would train on its own, and no line would say so. A loopback address names no
   // other host.
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
-  const auto address = variables("MASTER_ADDR");
   if (const auto local = variables("LOCAL_RANK"))
     throw UsageError(formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local));
-  if (size > 1 && address && !names_loopback(*address)) environment_by_hand(variables);
+  if (size > 1 && !names_loopback(variables("MASTER_ADDR").value_or("localhost")))
+    environment_by_hand(variables);
   if (!nproc) {
     nproc = size ? *size : options.nproc > 0 ? options.nproc : std::max(visible_gpus(), 1);
     given = (size                ? "WORLD_SIZE="
@@ -188,10 +188,9 @@ inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvou
   if (place.threads || !process_variable("OMP_NUM_THREADS"))
     common.push_back(
         formatted("OMP_NUM_THREADS={}", place.threads.value_or(std::max(1, usable_cores() / place.nproc))));
-  winsize window{};
   if (isatty(1) == 1) {
     common.push_back("LOCKSTEP_TTY=1");
-    if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
+    if (winsize window{}; ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
       common.push_back(formatted("COLUMNS={}", window.ws_col));
   }
   std::vector<Job> jobs;

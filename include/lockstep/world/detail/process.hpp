@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
@@ -7,7 +8,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <optional>
@@ -15,7 +20,9 @@
 #include <string_view>
 #include <thread>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -27,22 +34,27 @@ inline int usable_cores(pid_t process = 0) {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
+/// Returns the content of a file of a process in /proc, std::nullopt if it is unreadable.
+inline std::optional<std::string> proc_file(pid_t process, std::string_view name) {
+  std::ifstream file(formatted("/proc/{}/{}", process, name), std::ios::binary);
+  if (!file) return std::nullopt;
+  return std::string((std::istreambuf_iterator<char>(file)), {});
+}
+
 /// Returns the parent of a process, 0 if it is unknown.
 inline pid_t parent_of(pid_t process) {
-  std::ifstream file(detail::formatted("/proc/{}/stat", process));
-  const std::string all((std::istreambuf_iterator<char>(file)), {});
-  const auto end = all.rfind(')');  // the name before it may contain anything
+  const auto stat = proc_file(process, "stat").value_or("");
+  const auto end = stat.rfind(')');  // the name before it may contain anything
   int parent = 0;
-  if (end == std::string::npos || std::sscanf(all.c_str() + end + 1, " %*c %d", &parent) != 1) return 0;
+  if (end == std::string::npos || std::sscanf(stat.c_str() + end + 1, " %*c %d", &parent) != 1) return 0;
   return parent;
 }
 
 /// Returns whether a process was started with this variable, std::nullopt if its environment is unreadable.
 inline std::optional<bool> started_with(pid_t process, std::string_view variable) {
-  std::ifstream file(detail::formatted("/proc/{}/environ", process), std::ios::binary);
-  if (!file) return std::nullopt;
-  const std::string all = std::string(1, '\0') + std::string((std::istreambuf_iterator<char>(file)), {});
-  return all.find(std::string(1, '\0') + std::string(variable) + "=") != std::string::npos;
+  const auto all = proc_file(process, "environ");
+  if (!all) return std::nullopt;
+  return ('\0' + *all).find('\0' + std::string(variable) + "=") != std::string::npos;
 }
 
 /// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
@@ -63,6 +75,106 @@ inline pid_t launcher_process(std::string_view variable) {
 inline bool die_with_parent(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   return getppid() == parent;
+}
+
+struct Pipe {
+  Descriptor read, write;
+};
+
+/// Creates a pipe that no other child inherits. Its read end is non-blocking. Throws Error.
+inline Pipe make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw Error(formatted("cannot make a pipe: {}", std::strerror(errno)));
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  return {Descriptor(ends[0]), Descriptor(ends[1])};
+}
+
+/// The signals that a launching process handles. It passes the first eight, by which the user or a scheduler
+/// asks for something, on to its ranks. SIGTSTP suspends the ranks too; the last two come from its children
+/// and pipes.
+inline constexpr std::array handled_signals{SIGTERM, SIGINT,  SIGHUP,  SIGQUIT, SIGUSR1, SIGUSR2,
+                                            SIGALRM, SIGXCPU, SIGTSTP, SIGCHLD, SIGPIPE};
+
+inline bool is_passed_on(int number) {
+  const auto end = handled_signals.begin() + 8;
+  return std::find(handled_signals.begin(), end, number) != end;
+}
+
+/// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
+/// handler may still run in another thread when its scope ends.
+inline const Pipe& signal_pipe() {
+  static const Pipe pipe = make_pipe();
+  return pipe;
+}
+
+extern "C" inline void lockstep_write_signal(int number) {
+  const int saved = errno;
+  const auto byte = static_cast<unsigned char>(number);
+  if (write(signal_pipe().write.get(), &byte, 1) < 0) {  // full: enough signals are pending
+  }
+  errno = saved;
+}
+
+/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
+/// descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in
+/// those of LibTorch. Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and
+/// SIGXCPU are left to a handler of the program, whose timer must not end the ranks. Orphaned descendants
+/// become children of this process, which reaps them; the first process of a container may not. At most one
+/// lives at a time.
+class LauncherScope {
+ public:
+  LauncherScope() {
+    prctl(PR_GET_CHILD_SUBREAPER, &subreaper_before_);
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    fcntl(signal_pipe().write.get(), F_SETFL, O_NONBLOCK);  // makes it, which a handler must not
+    sigset_t child;
+    sigemptyset(&child);
+    sigaddset(&child, SIGCHLD);
+    pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
+    for (std::size_t i = 0; i < handled_signals.size(); ++i) {
+      const int number = handled_signals[i];
+      sigaction(number, nullptr, &before_[i]);
+      const auto handler = before_[i].sa_handler;
+      // With SIGCHLD ignored, the kernel would reap the ranks.
+      if (handler == SIG_IGN && number != SIGCHLD) continue;
+      if ((number == SIGALRM || number == SIGXCPU) && handler != SIG_DFL) continue;
+      struct sigaction action {};
+      action.sa_handler = lockstep_write_signal;
+      action.sa_flags = SA_RESTART;  // restart other threads' system calls
+      sigaction(number, &action, nullptr);
+    }
+  }
+  LauncherScope(const LauncherScope&) = delete;
+  LauncherScope& operator=(const LauncherScope&) = delete;
+  ~LauncherScope() {
+    for (std::size_t i = 0; i < handled_signals.size(); ++i)
+      sigaction(handled_signals[i], &before_[i], nullptr);
+    pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
+    while (next_signal() != 0) {
+    }
+    prctl(PR_SET_CHILD_SUBREAPER, subreaper_before_);
+  }
+
+  /// Returns the next pending signal, 0 if there is none.
+  [[nodiscard]] int next_signal() const {
+    unsigned char number = 0;
+    while (read(descriptor(), &number, 1) < 0 && errno == EINTR) {
+    }
+    return number;
+  }
+  [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
+  /// Returns the initial signal mask for children.
+  [[nodiscard]] const sigset_t& mask_before() const { return mask_before_; }
+
+ private:
+  sigset_t mask_before_{};
+  std::array<struct sigaction, handled_signals.size()> before_{};
+  int subreaper_before_ = 0;
+};
+
+inline std::string signal_name(int number) {
+  const char* name = sigabbrev_np(number);  // null for a real-time signal
+  return "SIG" + (name ? name : std::to_string(number));
 }
 
 }  // namespace lockstep::detail

@@ -18,9 +18,9 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/log/detail/console.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 

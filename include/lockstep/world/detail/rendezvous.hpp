@@ -16,16 +16,15 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
-#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 /// How the ranks of a run come together over a connection to its store, and how the last ones leave.
 namespace lockstep::detail {

@@ -29,8 +29,8 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 

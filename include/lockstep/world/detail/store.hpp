@@ -22,13 +22,13 @@
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 

@@ -3,16 +3,13 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -32,34 +29,11 @@
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/process.hpp"
-#include "lockstep/world/detail/report_pipe.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header
 
 namespace lockstep::detail {
-
-struct Pipe {
-  Descriptor read, write;
-};
-
-/// Creates a pipe that no other child inherits. Its read end is non-blocking. Throws Error.
-inline Pipe make_pipe() {
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) throw Error(formatted("cannot make a pipe: {}", std::strerror(errno)));
-  fcntl(ends[0], F_SETFL, O_NONBLOCK);
-  return {Descriptor(ends[0]), Descriptor(ends[1])};
-}
-
-/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
-/// receive printed output.
-inline void fill_standard_descriptors() {
-  for (int number : {0, 1, 2})
-    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
-      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
-      if (opened > 2) ::close(opened);
-    }
-}
 
 /// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was
 /// replaced. Throws Error if /proc is not mounted.
@@ -75,35 +49,31 @@ inline std::string own_program() {
   return std::filesystem::equivalent(path, running, error) ? path.string() : running;
 }
 
-/// Returns this process's environment with `changes` applied: "NAME=value" sets, "NAME" removes.
-inline std::vector<std::string> changed_environment(const std::vector<std::string>& changes) {
+/// Returns this process's environment with `changes` applied: "NAME=value" sets, "NAME" removes. It points into both.
+inline std::vector<char*> changed_environment(const std::vector<std::string>& changes) {
   const auto name_of = [](std::string_view entry) { return entry.substr(0, entry.find('=')); };
-  std::vector<std::string> result;
+  std::vector<char*> result;
   for (char** entry = environ; *entry != nullptr; ++entry)
     if (std::none_of(changes.begin(), changes.end(),
                      [&](const auto& change) { return name_of(change) == name_of(*entry); }))
-      result.emplace_back(*entry);
+      result.push_back(*entry);
   for (const auto& change : changes)
-    if (change.find('=') != std::string::npos) result.push_back(change);
+    if (change.find('=') != std::string::npos) result.push_back(const_cast<char*>(change.c_str()));
+  result.push_back(nullptr);
   return result;
 }
 
-inline std::vector<char*> as_c_strings(const std::vector<std::string>& strings) {
-  std::vector<char*> pointers;
-  for (const auto& text : strings) pointers.push_back(const_cast<char*>(text.c_str()));
-  pointers.push_back(nullptr);
-  return pointers;
-}
-
-/// Starts `program` in its own process group. The kernel kills it when the calling thread ends for any
-/// reason. It gets three descriptors as 0, 1 and 2, and keeps `report_to`. `mask` is its initial signal mask.
-/// Throws Error.
+/// Starts `program` in its own process group, with `changes` to this process's environment. The kernel kills it
+/// when the calling thread ends for any reason. It gets three descriptors as 0, 1 and 2, and keeps `report_to`.
+/// `mask` is its initial signal mask. Throws Error.
 inline pid_t start_child(const std::string& program, const std::vector<std::string>& arguments,
-                         const std::vector<std::string>& environment, const int (&descriptors)[3],
-                         int report_to, const sigset_t& mask) {
+                         const std::vector<std::string>& changes, const int (&descriptors)[3], int report_to,
+                         const sigset_t& mask) {
   // Allocate before the fork: another thread may hold the allocator's lock.
-  const auto argv = as_c_strings(arguments);
-  const auto envp = as_c_strings(environment);
+  std::vector<char*> argv;
+  for (const auto& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  argv.push_back(nullptr);
+  const auto envp = changed_environment(changes);
   auto report = report_of({.code = 127, .message = "the program could not be executed again: "});
   report.reserve(report.size() + 256);
   const pid_t parent = getpid();
@@ -140,83 +110,6 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   _exit(127);
 }
 
-/// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
-/// handler may still run in another thread when its scope ends.
-inline const Pipe& signal_pipe() {
-  static const Pipe pipe = make_pipe();
-  return pipe;
-}
-
-extern "C" inline void lockstep_write_signal(int number) {
-  const int saved = errno;
-  const auto byte = static_cast<unsigned char>(number);
-  if (write(signal_pipe().write.get(), &byte, 1) < 0) {  // full: enough signals are pending
-  }
-  errno = saved;
-}
-
-/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
-/// descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in
-/// those of LibTorch. Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and
-/// SIGXCPU are left to a handler of the program, whose timer must not end the ranks. Orphaned descendants
-/// become children of this process, which reaps them; the first process of a container may not. At most one
-/// lives at a time.
-class LauncherScope {
- public:
-  LauncherScope() {
-    prctl(PR_GET_CHILD_SUBREAPER, &subreaper_before_);
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
-    fcntl(signal_pipe().write.get(), F_SETFL, O_NONBLOCK);  // makes it, which a handler must not
-    sigset_t child;
-    sigemptyset(&child);
-    sigaddset(&child, SIGCHLD);
-    pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
-    for (std::size_t i = 0; i < handled_signals.size(); ++i) {
-      const int number = handled_signals[i];
-      sigaction(number, nullptr, &before_[i]);
-      const auto handler = before_[i].sa_handler;
-      // With SIGCHLD ignored, the kernel would reap the ranks.
-      if (handler == SIG_IGN && number != SIGCHLD) continue;
-      if ((number == SIGALRM || number == SIGXCPU) && handler != SIG_DFL) continue;
-      struct sigaction action {};
-      action.sa_handler = lockstep_write_signal;
-      action.sa_flags = SA_RESTART;  // restart other threads' system calls
-      sigaction(number, &action, nullptr);
-    }
-  }
-  LauncherScope(const LauncherScope&) = delete;
-  LauncherScope& operator=(const LauncherScope&) = delete;
-  ~LauncherScope() {
-    for (std::size_t i = 0; i < handled_signals.size(); ++i)
-      sigaction(handled_signals[i], &before_[i], nullptr);
-    pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
-    while (next_signal() != 0) {
-    }
-    prctl(PR_SET_CHILD_SUBREAPER, subreaper_before_);
-  }
-
-  /// Returns the next pending signal, 0 if there is none.
-  [[nodiscard]] int next_signal() const {
-    unsigned char number = 0;
-    while (read(descriptor(), &number, 1) < 0 && errno == EINTR) {
-    }
-    return number;
-  }
-  [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
-  /// Returns the initial signal mask for children.
-  [[nodiscard]] const sigset_t& mask_before() const { return mask_before_; }
-
- private:
-  sigset_t mask_before_{};
-  std::array<struct sigaction, handled_signals.size()> before_{};
-  int subreaper_before_ = 0;
-};
-
-inline std::string signal_name(int number) {
-  const char* name = sigabbrev_np(number);  // null for a real-time signal
-  return "SIG" + (name ? name : std::to_string(number));
-}
-
 /// Returns the failure of a rank whose process ended at `time` with `status` and without a report.
 inline Failure failure_by_status(int rank, pid_t pid, int status, std::int64_t time) {
   const int number = WIFSIGNALED(status) ? WTERMSIG(status) : 0;
@@ -243,8 +136,7 @@ inline const Failure* first_failure(const std::vector<Failure>& failures, std::c
     return std::pair(order(a), a.time) < std::pair(order(b), b.time);
   });
   if (first == failures.end()) return nullptr;
-  constexpr std::chrono::milliseconds settling[] = {
-      {}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
+  constexpr std::chrono::milliseconds settling[]{{}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
   return waited < settling[order(*first)] ? nullptr : &*first;
 }
 
@@ -260,7 +152,7 @@ inline Failure judged(Failure failure, std::vector<int>& gone) {
   return failure;
 }
 
-/// A process to start: its rank for messages, and the changes to its environment, see changed_environment.
+/// A process to start: its rank for messages, and the changes to its environment, see start_child.
 struct Job {
   int rank = 0;
   std::vector<std::string> environment;
@@ -322,11 +214,12 @@ class Supervisor {
   using Clock = std::chrono::steady_clock;
   static constexpr auto never = Clock::time_point::max();
 
+  enum Source : int { report, out, error };
   struct Child {
+    std::size_t first_stream = 0;  // of its two in the relay
     int rank = 0;
     pid_t pid = 0;
-    Descriptor streams[2] = {};  // its stdout and stderr
-    Descriptor report = {};
+    Descriptor pipes[3] = {};  // by Source
     std::string report_bytes = {};
     bool ordered_to_end = false;
     bool ended = false;
@@ -339,16 +232,17 @@ class Supervisor {
   void start(const LauncherScope& scope) {
     Descriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
     for (const Job& job : options_.jobs) {
-      auto out = make_pipe(), error = make_pipe(), report = make_pipe();
+      Pipe pipes[] = {make_pipe(), make_pipe(), make_pipe()};
       auto changes = job.environment;
-      changes.push_back(formatted("LOCKSTEP_REPORT_FD={}", report.write.get()));
+      changes.push_back(formatted("LOCKSTEP_REPORT_FD={}", pipes[report].write.get()));
       // The kernel stops a process outside the terminal's foreground group that reads from the terminal.
       const int in = children_.empty() && isatty(0) != 1 ? 0 : nothing.get();
-      const pid_t pid =
-          start_child(options_.program, options_.arguments, changed_environment(changes),
-                      {in, out.write.get(), error.write.get()}, report.write.get(), scope.mask_before());
-      children_.push_back(
-          {job.rank, pid, {std::move(out.read), std::move(error.read)}, std::move(report.read)});
+      const pid_t pid = start_child(options_.program, options_.arguments, changes,
+                                    {in, pipes[out].write.get(), pipes[error].write.get()},
+                                    pipes[report].write.get(), scope.mask_before());
+      children_.push_back({2 * children_.size(), job.rank, pid, {}});
+      for (const Source source : {report, out, error})
+        children_.back().pipes[source] = std::move(pipes[source].read);
     }
   }
 
@@ -358,11 +252,9 @@ class Supervisor {
 
   void wait_for_events(const LauncherScope& scope) {
     std::vector<pollfd> polled{{scope.descriptor(), POLLIN, 0}};
-    for (std::size_t i = 0; i < children_.size(); ++i) {
-      for (std::size_t stream : {0, 1})
-        if (is_read(i, stream)) polled.push_back({children_[i].streams[stream].get(), POLLIN, 0});
-      if (children_[i].report.open()) polled.push_back({children_[i].report.get(), POLLIN, 0});
-    }
+    for (const auto& child : children_)
+      for (const Source source : {report, out, error})
+        if (is_read(child, source)) polled.push_back({child.pipes[source].get(), POLLIN, 0});
     output_.poll_for(polled);
     // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
     poll(polled.data(), polled.size(), !failures_.empty() || interrupted_ != 0 ? 20 : 100);
@@ -445,7 +337,7 @@ class Supervisor {
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
       child.ended_at = monotonic_nanoseconds();
-      read_report(child);
+      receive(child, report, true);
       take_end(child);
     }
   }
@@ -487,55 +379,45 @@ class Supervisor {
     if (const auto failed = std::exchange(options_.failed, nullptr)) failed(failure);
   }
 
-  void read_report(Child& child) {
-    if (!child.report.open()) return;
-    const bool before = child.reported();
-    const bool more = read_into(child.report, [&](std::string_view bytes) { child.report_bytes += bytes; });
-    if (!more || child.ended) child.report.close();
-    if (before || !child.reported()) return;
+  // Returns whether a pipe of a rank is read now. While the first failure is undecided, the stderr of all ranks
+  // is held back.
+  [[nodiscard]] bool is_read(const Child& child, Source source) const {
+    if (source == report || !child.pipes[source].open()) return child.pipes[source].open();
+    const bool held = source == error && !failures_.empty() && !failure_;
+    const bool full = output_.full(source) || relay_.full(child.first_stream + (source == error ? 1 : 0));
+    return !held && (child.ended || !full);
+  }
+
+  void read_all() {
+    for (auto& child : children_)
+      for (const Source source : {report, out, error})
+        if (is_read(child, source)) receive(child, source, source == report || child.ended);
+  }
+
+  // Takes `all` available bytes of a rank's pipe, or one piece of them.
+  void receive(Child& child, Source source, bool all) {
+    Descriptor& pipe = child.pipes[source];
+    const std::size_t stream = child.first_stream + (source == error ? 1 : 0);
+    const bool reported = child.reported();
+    char buffer[1 << 16];
+    for (bool more = true; more && pipe.open();) {
+      const ssize_t length = read(pipe.get(), buffer, sizeof buffer);
+      const std::string_view bytes(buffer, static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+      if (source == report)
+        child.report_bytes += bytes;
+      else if (length > 0)
+        relay_.feed(stream, bytes);
+      more = length > 0 ? all : length < 0 && errno == EINTR;
+      if (length == 0 || (length < 0 && errno != EINTR && errno != EAGAIN)) pipe.close();
+    }
+    if (child.ended) pipe.close();
+    if (source != report && (all || !pipe.open())) relay_.close(stream);
+    if (reported || !child.reported()) return;
     Failure failure = decode_report(child.report_bytes);
     failure.rank = child.rank;
     failure.pid = child.pid;
     // Ranks that end by a forwarded signal make other ranks fail, which is expected.
     if (!ending() || failure.kind != FailureKind::consequence) add(std::move(failure));
-  }
-
-  // Returns whether a rank's output is read now. While the first failure is undecided, the stderr of all
-  // ranks is held back.
-  [[nodiscard]] bool is_read(std::size_t i, std::size_t stream) const {
-    const bool held = stream == 1 && !failures_.empty() && !failure_;
-    const bool full = output_.full(static_cast<int>(stream) + 1) || relay_.full(2 * i + stream);
-    return children_[i].streams[stream].open() && !held && (children_[i].ended || !full);
-  }
-
-  void read_all() {
-    for (std::size_t i = 0; i < children_.size(); ++i) {
-      read_report(children_[i]);
-      for (std::size_t stream : {0, 1})
-        if (is_read(i, stream)) relay(i, stream, children_[i].ended);
-    }
-  }
-
-  // Relays `all` available output of a stream, or one piece of it.
-  void relay(std::size_t i, std::size_t stream, bool all) {
-    const auto feed = [&](std::string_view bytes) { relay_.feed(2 * i + stream, bytes); };
-    auto& from = children_[i].streams[stream];
-    const bool more = from.open() && read_into(from, feed, !all);
-    if (!more || children_[i].ended) from.close();
-    if (!more || all) relay_.close(2 * i + stream);
-  }
-
-  // Reads the available bytes, or one piece of them. Returns false at the end of the stream.
-  template <class Take>
-  static bool read_into(const Descriptor& stream, Take&& take, bool one_piece = false) {
-    char buffer[1 << 16];
-    while (true) {
-      const ssize_t length = read(stream.get(), buffer, sizeof buffer);
-      if (length > 0) take(std::string_view(buffer, static_cast<std::size_t>(length)));
-      if (length == 0) return false;
-      if (length < 0 && errno != EINTR) return errno == EAGAIN;
-      if (one_piece && length > 0) return true;
-    }
   }
 
   // Reports the first failure once it is decided, and orders the other ranks to end.
@@ -553,9 +435,9 @@ class Supervisor {
            (departed && child.rank == first->cause)))  // it left before it ended
         gone.push_back(child.rank);
     failure_ = judged(*first, gone);
-    for (std::size_t i = 0; i < children_.size(); ++i)  // the rank's own last output comes before the error
-      for (std::size_t stream : {0, 1})
-        if (children_[i].pid == failure_->pid) relay(i, stream, true);
+    for (auto& child : children_)  // the rank's own last output comes before the error
+      for (const Source source : {out, error})
+        if (child.pid == failure_->pid) receive(child, source, true);
     output_.put(2, formatted("error: {}\n", headline(*failure_, gone)));
     output_.write_ready();
     order_end(SIGTERM);

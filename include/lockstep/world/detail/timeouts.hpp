@@ -5,7 +5,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/environment.hpp"
+#include "lockstep/world/detail/environment.hpp"
 
 namespace lockstep::detail {
 

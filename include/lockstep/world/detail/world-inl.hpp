@@ -16,13 +16,13 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
-#include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -325,7 +325,7 @@ LOCKSTEP_INLINE World::World(Environment environment)
 
 LOCKSTEP_INLINE World World::from_environment(const WorldOptions& options) {
   detail::require_level(process_variable);
-  return detail::world_from(read_environment(), options, false);
+  return detail::world_from(detail::read_environment(), options, false);
 }
 
 LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, const WorldOptions& options) {
@@ -333,14 +333,14 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, co
   if (rank < 0 || rank >= size)
     throw UsageError(detail::formatted(
         "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
-  parse_rendezvous(url);
+  detail::parse_rendezvous(url);
   detail::require_level(process_variable);
   Environment environment;
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
   environment.rendezvous_origin = {"the URL given to World::join", "give World::join", "give World::join"};
-  environment.store_secret = read_store_secret();
+  environment.store_secret = detail::read_store_secret();
   World world(environment);
   detail::process_rank = rank;
   detail::set_threads(options, environment, "the program");

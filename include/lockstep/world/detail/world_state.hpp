@@ -13,10 +13,10 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 

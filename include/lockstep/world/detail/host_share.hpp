@@ -1,8 +1,11 @@
 #pragma once
 
 #include <stdlib.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <filesystem>
 #include <optional>
@@ -12,51 +15,35 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/environment.hpp"
+#include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/process.hpp"
 
+/// A rank's share of its host: its GPU and its threads.
 namespace lockstep::detail {
 
-/// Splits a list such as "0,1" at its commas. Keeps empty entries.
-inline std::vector<std::string> entries_of(std::string_view list) {
-  std::vector<std::string> entries;
-  for (std::size_t begin = 0; begin <= list.size();) {
-    const auto end = std::min(list.find(',', begin), list.size());
-    entries.emplace_back(list.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return entries;
-}
-
-/// Parses LaunchOptions::gpus, a list of device numbers such as "0,1". Throws UsageError if it is malformed,
+/// Returns the number of GPUs in LaunchOptions::gpus, a list such as "0,1". Throws UsageError if it is malformed,
 /// names a GPU twice, since two ranks would share it, or one that CUDA_VISIBLE_DEVICES excludes: it may
 /// belong to another job.
-inline std::vector<std::string> gpu_list(const std::string& list, const Variables& variables) {
+inline int count_gpus(const std::string& list, const Variables& variables) {
   const auto visible = variables("CUDA_VISIBLE_DEVICES");
   const auto gpus = entries_of(list), allowed = entries_of(visible.value_or(""));
-  const auto named = [](const std::string& gpu) {
-    return [number = whole_number(gpu)](const std::string& other) { return whole_number(other) == number; };
-  };
   for (const std::string& gpu : gpus) {
+    const auto is_named = [number = whole_number(gpu)](auto& other) { return whole_number(other) == number; };
     if (whole_number(gpu).value_or(-1) < 0)
       throw UsageError(formatted("'{}' is not a list of device numbers such as 0,1", list));
-    if (std::count_if(gpus.begin(), gpus.end(), named(gpu)) > 1)
+    if (std::count_if(gpus.begin(), gpus.end(), is_named) > 1)
       throw UsageError(
           formatted("'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, gpu));
-    if (visible && std::none_of(allowed.begin(), allowed.end(), named(gpu)))
+    if (visible && std::none_of(allowed.begin(), allowed.end(), is_named))
       throw UsageError(
           formatted("GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it by "
                     "number, or unset it",
                     gpu, *visible));
   }
-  return gpus;
-}
-
-/// Returns whether the user allows two ranks on one GPU. The variable is a number, as NCCL reads it.
-inline bool may_share_gpu(const Variables& variables = process_variable) {
-  const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
-  return set && whole_number(*set).value_or(0) != 0;
+  return static_cast<int>(gpus.size());
 }
 
 /// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if
@@ -81,7 +68,9 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
   if (rank.local_rank < visible) return rank.local_rank;
   // srun --gpus-per-task shows each task its own GPUs, numbered from 0.
   const bool own_gpus = rank.launcher == "srun" && variables("SLURM_GPUS_PER_TASK");
-  if (own_gpus || may_share_gpu(variables)) return rank.local_rank % visible;
+  // A number, as NCCL reads it.
+  const bool shares = whole_number(variables("NCCL_MULTI_RANK_GPU_ENABLE").value_or("")).value_or(0) != 0;
+  if (own_gpus || shares) return rank.local_rank % visible;
   throw UsageError(
       formatted("rank {} is number {}{} on this host, which has {}: start at most {} ranks here "
                 "(--nproc {}), or show them more devices",
@@ -104,14 +93,67 @@ inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
   int present = entries(driver_folder, [](const std::string&) { return true; });
   if (present == 0)
     present = entries(device_folder, [](const std::string& name) {
-      return name.starts_with("nvidia") && name.size() > 6 &&
-             name.find_first_not_of("0123456789", 6) == std::string::npos;
+      return name.starts_with("nvidia") && whole_number(name.substr(6));
     });
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
   if (visible == nullptr || present == 0) return present;
   const std::string list = visible;
   if (list.empty() || list.starts_with("-1") || list == "NoDevFiles") return 0;
   return std::min<int>(present, 1 + static_cast<int>(std::count(list.begin(), list.end(), ',')));
+}
+
+inline constexpr const char* share_of_cores = "the cores of the host divided by its ranks";
+inline constexpr const char* cores_of_rank = "the cores to which the launcher has bound each rank";
+
+/// A number of threads, and what determines it, for messages.
+struct ThreadShare {
+  int threads = 1;
+  const char* source = share_of_cores;
+};
+
+/// Returns the number of threads of one of `ranks` ranks that share `host_cores` cores, where the rank itself
+/// may run on `own_cores`: a launcher may bind it to its own part of them.
+inline ThreadShare thread_share(int own_cores, int host_cores, int ranks) {
+  const int share = std::max(1, host_cores / std::max(1, ranks)), own = std::max(1, own_cores);
+  return share <= own ? ThreadShare{share} : ThreadShare{own, cores_of_rank};
+}
+
+/// Returns the number of threads of this rank under srun, mpirun or mpiexec, std::nullopt if they are not for
+/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the rank was started otherwise, or the
+/// number of ranks of this host is unknown.
+inline std::optional<ThreadShare> launched_threads(const Environment& env,
+                                                   const Variables& variables = process_variable) {
+  if (env.launcher.empty() || env.launcher == "torchrun" || env.store_is_hosted || !env.launched ||
+      variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
+    return std::nullopt;
+  const int own = usable_cores();
+  int host = env.host_cores.value_or(0);
+  if (host == 0) {
+    // An unbound rank has the cores of the launcher's process, a bound one a part of them.
+    const pid_t launcher = launcher_process(env.rank_variables.substr(0, env.rank_variables.find(',')));
+    host = launcher > 0 ? usable_cores(launcher) : own;
+  }
+  return thread_share(own, host, env.local_size);
+}
+
+/// The number of threads that lockstep has set in this process, 0 if it has not, and what determines it; see
+/// launched_threads().
+LOCKSTEP_PROCESS_WIDE inline std::atomic<int> shared_threads{0};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<const char*> shared_threads_source{share_of_cores};
+
+/// Returns what determines the number of threads of this process, `threads`, for messages. `launched_here`:
+/// `launch` started the process.
+inline std::string thread_source(int threads, bool launched_here,
+                                 const Variables& variables = process_variable) {
+  if (const int shared = shared_threads; shared > 0)
+    return shared == threads ? shared_threads_source.load() : "the program";
+  const auto given = variables("OMP_NUM_THREADS");
+  if (!given) return variables("MKL_NUM_THREADS") ? "MKL_NUM_THREADS" : "the default of LibTorch";
+  // MKL uses no more threads than there are cores.
+  if (threads > whole_number(*given).value_or(threads)) return "the program";
+  const bool inherited = started_with(getppid(), "OMP_NUM_THREADS").value_or(true);
+  if (!inherited && launched_here) return share_of_cores;
+  return !inherited && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
 }
 
 /// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
@@ -139,7 +181,7 @@ inline void set_nccl_environment() {
 /// Returns what a program that uses NCCL should know of its environment: the variables that neither it nor
 /// `launch` has set, and the user's values with which LibTorch ends the process. Empty if there is nothing.
 inline std::string nccl_environment_warning(const Variables& variables = process_variable) {
-  std::vector<std::string> unset, ending, warnings;
+  std::vector<std::string> unset, ending;
   for (const NcclVariable& variable : nccl_variables) {
     const auto value = variables(variable.name);
     if (!value)
@@ -147,17 +189,18 @@ inline std::string nccl_environment_warning(const Variables& variables = process
     else if (std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
       ending.push_back(formatted("{}={}", variable.name, *value));
   }
+  std::string warning;
   if (!ending.empty())
-    warnings.push_back(
-        formatted("with {}, LibTorch ends the process when a collective of NCCL fails or times out, before "
-                  "lockstep can name the rank: unset it",
-                  joined(ending, " ")));
+    warning = formatted(
+        "with {}, LibTorch ends the process when a collective of NCCL fails or times out, "
+        "before lockstep can name the rank: unset it{}",
+        joined(ending, " "), unset.empty() ? "" : "; ");
   if (!unset.empty())
-    warnings.push_back(
-        formatted("this program was started without lockstep::launch, and LibTorch may end it when a "
-                  "collective of NCCL fails: set {} before the program starts",
-                  joined(unset, " ")));
-  return joined(warnings, "; ");
+    warning += formatted(
+        "this program was started without lockstep::launch, and LibTorch may end it when a "
+        "collective of NCCL fails: set {} before the program starts",
+        joined(unset, " "));
+  return warning;
 }
 
 }  // namespace lockstep::detail

@@ -1,14 +1,19 @@
 #pragma once
 
+#include <fcntl.h>
 #include <netinet/in.h>
+#include <stdlib.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstddef>
-#include <cstdint>
-#include <cstdlib>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/descriptor.hpp"
@@ -19,54 +24,31 @@
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/environment.hpp"
 
-namespace lockstep {
-
-LOCKSTEP_INLINE std::optional<std::string> process_variable(const char* name) {
-  const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') return std::nullopt;
-  return std::string(text);
-}
-
-LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url) {
-  const auto rest = std::string_view(url).substr(url.starts_with("tcp://") ? 6 : url.size());
-  const auto colon = rest.rfind(':');
-  const auto port =
-      colon == std::string_view::npos ? std::nullopt : detail::whole_number(rest.substr(colon + 1));
-  if (!port || *port < 1 || *port > 65535 || colon == 0)
-    throw UsageError(detail::formatted("the rendezvous '{}' is not tcp://HOST:PORT: write it so", url));
-  auto host = rest.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']')
-    host = host.substr(1, host.size() - 2);  // IPv6
-  return {std::string(host), *port};
-}
-
-LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
-  auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
-  constexpr std::size_t longest = 256;
-  if (secret.size() > longest)
-    throw UsageError(detail::formatted("LOCKSTEP_STORE_SECRET has {} characters: give it at most {}",
-                                       secret.size(), longest));
-  return secret;
-}
-
-LOCKSTEP_INLINE Environment read_environment(const Variables& variables) {
-  const auto launched = detail::launched_environment(variables);
-  return launched ? *launched : detail::environment_by_hand(variables);
-}
-
-}  // namespace lockstep
-
 namespace lockstep::detail {
 
-LOCKSTEP_INLINE std::optional<int> whole_number(std::string_view text) {
+/// Parses `text` as an integer. Returns std::nullopt if it is not one.
+inline std::optional<int> whole_number(std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
   return value;
 }
 
-LOCKSTEP_INLINE std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
-                                                    int most) {
+/// Splits a list such as "0,1" at its commas. Keeps empty entries.
+inline std::vector<std::string> entries_of(std::string_view list) {
+  std::vector<std::string> entries;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const auto end = std::min(list.find(',', begin), list.size());
+    entries.emplace_back(list.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return entries;
+}
+
+/// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
+/// not an integer in [least, most].
+inline std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
+                                           int most = 2147483647) {
   const auto text = variables(name);
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
@@ -78,18 +60,32 @@ LOCKSTEP_INLINE std::optional<int> integer_variable(const Variables& variables, 
       formatted("{}={}{}{} is not a whole number. Set it to one, or unset it", name, quote, *text, quote));
 }
 
-LOCKSTEP_INLINE void require_level(const Variables& variables) {
+/// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
+LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
+  static const int fd = [] {
+    const int number = whole_number(process_variable("LOCKSTEP_REPORT_FD").value_or("")).value_or(-1);
+    if (number <= 2 || fcntl(number, F_SETFD, FD_CLOEXEC) != 0) return -1;
+    unsetenv("LOCKSTEP_REPORT_FD");
+    return number;
+  }();
+  return fd;
+}
+
+/// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
+inline void require_level(const Variables& variables) {
   const auto name = variables("LOCKSTEP_LOG_LEVEL");
   if (name && !level_named(*name))
     throw UsageError(
-        detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
+        formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
-LOCKSTEP_INLINE bool names_loopback(std::string_view host) {
+/// Returns whether `host` names the loopback (127.0.0.1, ::1, localhost), which leads each host to itself.
+inline bool names_loopback(std::string_view host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.") || host.starts_with("::ffff:127.");
 }
 
-LOCKSTEP_INLINE std::string loopback_address() {
+/// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
+inline std::string loopback_address() {
   sockaddr_in four{};
   four.sin_family = AF_INET;
   four.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -97,9 +93,39 @@ LOCKSTEP_INLINE std::string loopback_address() {
   return bind(fd.get(), reinterpret_cast<const sockaddr*>(&four), sizeof four) == 0 ? "127.0.0.1" : "::1";
 }
 
+/// A parsed rendezvous URL, `tcp://host:port`.
+struct RendezvousUrl {
+  std::string host;
+  int port = 0;  ///< 1 to 65535
+};
+
+/// Parses a rendezvous URL. Throws UsageError if `url` is not `tcp://host:port`.
+inline RendezvousUrl parse_rendezvous(const std::string& url) {
+  const auto rest = std::string_view(url).substr(url.starts_with("tcp://") ? 6 : url.size());
+  const auto colon = rest.rfind(':');
+  const auto port = colon == std::string_view::npos ? std::nullopt : whole_number(rest.substr(colon + 1));
+  if (!port || *port < 1 || *port > 65535 || colon == 0)
+    throw UsageError(formatted("the rendezvous '{}' is not tcp://HOST:PORT: write it so", url));
+  auto host = rest.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']')
+    host = host.substr(1, host.size() - 2);  // IPv6
+  return {std::string(host), *port};
+}
+
+/// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
+inline std::string read_store_secret(const Variables& variables = process_variable) {
+  auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
+  if (secret.size() > 256)
+    throw UsageError(
+        formatted("LOCKSTEP_STORE_SECRET has {} characters: give it at most 256", secret.size()));
+  return secret;
+}
+
 /// The names of a launcher's variables, and how the user passes on the address of the rendezvous.
 struct LauncherVariables {
   const char *launcher, *rank, *size, *local_rank, *local_size, *pass_address = "";
+
+  [[nodiscard]] bool by_hand() const { return *launcher == '\0'; }
 };
 inline constexpr LauncherVariables by_torchrun{"", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
 inline constexpr LauncherVariables by_open_mpi{
@@ -126,17 +152,15 @@ inline const LauncherVariables* launcher_of(const Variables& variables) {
 /// Returns this host's number in Slurm's counts, as "2(x3),1"; std::nullopt if there is none.
 inline std::optional<int> tasks_here(const Variables& variables) {
   auto node = integer_variable(variables, "SLURM_NODEID", 0).value_or(-1);
-  const auto list = variables("SLURM_STEP_TASKS_PER_NODE").value_or("");
-  for (std::string_view rest = list; node >= 0 && !rest.empty();) {
-    const auto part = rest.substr(0, rest.find(','));
+  for (const auto& part : entries_of(variables("SLURM_STEP_TASKS_PER_NODE").value_or(""))) {
     const auto times = part.find("(x");
-    const auto count = whole_number(part.substr(0, times));
-    const auto repeats =
-        times == std::string_view::npos ? 1 : whole_number(part.substr(times + 2, part.size() - times - 3));
-    if (count.value_or(0) < 1 || repeats.value_or(0) < 1) break;
-    if (node < *repeats) return count;
-    node -= *repeats;
-    rest.remove_prefix(std::min(part.size() + 1, rest.size()));
+    const int count = whole_number(part.substr(0, times)).value_or(0);
+    const int repeats = times == std::string::npos
+                            ? 1
+                            : whole_number(part.substr(times + 2, part.size() - times - 3)).value_or(0);
+    if (node < 0 || count < 1 || repeats < 1) break;
+    if (node < repeats) return count;
+    node -= repeats;
   }
   return std::nullopt;
 }
@@ -156,19 +180,20 @@ inline std::string first_host(std::string_view list) {
   return host;
 }
 
-/// Throws UsageError, which ends in `remedy`, if the variable `name` is above `most`, which follows from `limit`.
-inline void require_within(const Variables& variables, const char* name, int value, int least, int most,
-                           const char* limit, const char* remedy = "") {
+/// Throws UsageError if the variable `name`, one of `names`, is above `most`, which follows from `limit`.
+inline void require_within(const Variables& variables, const LauncherVariables& names, const char* name,
+                           int value, int least, int most, const char* limit) {
   if (value > most)
     throw UsageError(formatted("{}={} is out of range: with {}={} it must be in {} to {}{}", name, value,
-                               limit, variables(limit).value_or(""), least, most, remedy));
+                               limit, variables(limit).value_or(""), least, most,
+                               names.by_hand() ? "" : ": pass the launcher's whole environment on"));
 }
 
 /// Returns rank, size and place on the host, std::nullopt if there is no rank. Throws UsageError for
 /// variables that contradict each other, and for several ranks without this one's: each process would train
 /// alone.
 inline std::optional<Environment> place_by(const Variables& variables, const LauncherVariables& names) {
-  const bool hand = *names.launcher == '\0';
+  const bool hand = names.by_hand();
   const auto rank = integer_variable(variables, names.rank, 0),
              size = integer_variable(variables, names.size, 1);
   const auto local_rank = integer_variable(variables, names.local_rank, 0);
@@ -184,10 +209,7 @@ inline std::optional<Environment> place_by(const Variables& variables, const Lau
     throw UsageError(formatted("{}={} is set but {} is not: {}, or unset {}", set,
                                variables(set).value_or(""), rank ? names.size : names.rank, remedy, set));
   }
-  const auto require = [&](const char* name, int value, int least, int most, const char* limit) {
-    require_within(variables, name, value, least, most, limit,
-                   hand ? "" : ": pass the launcher's whole environment on");
-  };
+  const auto require = std::bind_front(require_within, std::cref(variables), std::cref(names));
   require(names.rank, *rank, 0, *size - 1, names.size);
   if (local_size) require(names.local_size, *local_size, 1, *size, names.size);
   if (local_rank && local_size) require(names.local_rank, *local_rank, 0, *local_size - 1, names.local_size);
@@ -219,7 +241,7 @@ inline void set_rendezvous(const Variables& variables, const LauncherVariables& 
   // Outside of the range from which Linux assigns ports itself.
   if (!port && !job.empty()) port = 61000 + static_cast<int>(fnv1a(job) % 4500);
   if (host.empty() || !port) {
-    const bool hand = *names.launcher == '\0';
+    const bool hand = names.by_hand();
     std::string hint = names.pass_address;
     // RANK may be left from another run, and hides the launcher's rank.
     if (const LauncherVariables* hidden = hand ? launcher_of(variables) : nullptr)
@@ -262,16 +284,16 @@ inline void join_job(const Variables& variables, const LauncherVariables& names,
   auto job = variables("PMIX_NAMESPACE");
   if (!job) job = variables("OMPI_MCA_ess_base_jobid");
   // The parent may be a script of this rank alone, so that its number is no secret of the run.
-  const pid_t launcher = job ? 0 : launcher_process(names.rank);
-  if (job || launcher > 0) {
-    if (!job) job = std::to_string(launcher);
-    if (env.store_secret.empty()) env.store_secret = formatted("run {}", fnv1a(env.launcher + " " + *job));
-  }
+  if (const pid_t launcher = job ? 0 : launcher_process(names.rank); launcher > 0)
+    job = std::to_string(launcher);
+  if (job && env.store_secret.empty())
+    env.store_secret = formatted("run {}", fnv1a(env.launcher + " " + *job));
   set_rendezvous(variables, names, env, loopback_address(), "the loopback address",
                  job.value_or(std::to_string(getppid())));
 }
 
-LOCKSTEP_INLINE void require_size(const Variables& variables, const Environment& env) {
+/// Throws UsageError if WORLD_SIZE is set and is not the size of `env`, whose ranks a launcher has started.
+inline void require_size(const Variables& variables, const Environment& env) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   if (size && *size != env.size)
     throw UsageError(
@@ -279,9 +301,13 @@ LOCKSTEP_INLINE void require_size(const Variables& variables, const Environment&
                   env.launcher, env.size));
 }
 
-LOCKSTEP_INLINE std::optional<Environment> launched_environment(const Variables& variables, int nproc) {
-  const auto world_size = integer_variable(variables, "WORLD_SIZE", 1);
-  if (variables("RANK") || world_size == 1) return std::nullopt;
+/// Returns the place of one of several processes that srun, mpirun or mpiexec, the innermost, has started.
+/// Returns std::nullopt if torchrun's variables win (RANK is set, or WORLD_SIZE is 1) or there is one
+/// process. `nproc`: the ranks that each process is to start, 0 if it is a rank itself. Throws UsageError for
+/// variables that contradict each other, and where a launcher hides the number of ranks or has not started
+/// this process.
+inline std::optional<Environment> launched_environment(const Variables& variables, int nproc = 0) {
+  if (integer_variable(variables, "WORLD_SIZE", 1) == 1 || variables("RANK")) return std::nullopt;
   const LauncherVariables* names = launcher_of(variables);
   if (names == nullptr) {
     for (const LauncherVariables& other : {by_open_mpi, by_pmi, by_slurm})
@@ -310,11 +336,14 @@ LOCKSTEP_INLINE std::optional<Environment> launched_environment(const Variables&
                                  env->local_variable, env->local_rank, env->launcher));
     const auto local_size = integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
     if (local_size)
-      require_within(variables, "LOCAL_RANK", *local_rank, 0, *local_size - 1, "LOCAL_WORLD_SIZE");
-    env->local_rank = *local_rank;
-    if (!env->launched && !local_size) env->expected_local_rank = local_rank;
-    if (!env->launched && local_size) env->local_size = *local_size;
-    env->launched = env->launched || local_size;
+      require_within(variables, by_torchrun, "LOCAL_RANK", *local_rank, 0, *local_size - 1,
+                     "LOCAL_WORLD_SIZE");
+    if (!env->launched) {
+      env->launched = local_size.has_value();
+      env->local_rank = *local_rank;
+      env->local_size = local_size.value_or(1);
+      if (!local_size) env->expected_local_rank = local_rank;
+    }
   }
   env->store_secret = read_store_secret(variables);
   if (names == &by_slurm)
@@ -324,7 +353,9 @@ LOCKSTEP_INLINE std::optional<Environment> launched_environment(const Variables&
   return env;
 }
 
-LOCKSTEP_INLINE Environment environment_by_hand(const Variables& variables, int here) {
+/// Returns the place that torchrun's variables give to this process or, without RANK, a process alone. Throws
+/// UsageError without an address of the rendezvous, unless the `here` ranks that start on this host are all.
+inline Environment environment_by_hand(const Variables& variables, int here = 1) {
   Environment env = place_by(variables, by_torchrun).value_or(Environment{});
   env.store_secret = read_store_secret(variables);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE"),
@@ -354,6 +385,13 @@ LOCKSTEP_INLINE Environment environment_by_hand(const Variables& variables, int 
     }
   }
   return env;
+}
+
+/// Reads torchrun's variables or, if RANK is not set, the place that srun, mpirun or mpiexec assigned. Throws
+/// UsageError that names the variable, its value and a remedy.
+inline Environment read_environment(const Variables& variables = process_variable) {
+  const auto launched = launched_environment(variables);
+  return launched ? *launched : environment_by_hand(variables);
 }
 
 }  // namespace lockstep::detail
