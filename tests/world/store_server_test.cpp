@@ -206,6 +206,16 @@ Strings pushed_to(Client& client, std::size_t enough, std::chrono::milliseconds 
       StoreConnection::Clock::now() + most, [&] { return words.size() >= enough; });
   return words;
 }
+// Blocks until the rendezvous has ended. Returns the failure that has ended it.
+lockstep::Failure failure_of_run(Client& client, int rank) {
+  client.join(rank, "nodeA pid 7");
+  const Meeting met = client.run().meet("", {}, true, true);
+  CHECK(met.over());
+  CHECK_FALSE(met.met());
+  REQUIRE(met.end.has_value());
+  CHECK(met.end->kind == Event::failed);
+  return met.end->failure;
+}
 }  // namespace
 
 TEST_CASE("subscribers are sent the events, of failures the first, in one order") {
@@ -270,13 +280,12 @@ TEST_CASE(
   CHECK(pushed_to(two, 1) == Strings{"calls"});
   send(one, "all_reduce", 7);
   send(two, "broadcast", 8);
-  const Outcome outcome = one.run().outcome();
-  CHECK(outcome.kind == Outcome::failed);
-  CHECK(outcome.failure.kind == lockstep::FailureKind::mismatch);
-  CHECK(outcome.failure.rank == 1);
-  CHECK(outcome.failure.cause == 2);
-  CHECK(outcome.failure.call.operation == "all_reduce");
-  CHECK(outcome.failure.call.sequence == 6);
+  const auto failure = failure_of_run(one, 1);
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.operation == "all_reduce");
+  CHECK(failure.call.sequence == 6);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {
@@ -356,10 +365,9 @@ TEST_CASE("a rank whose connection closes before its first communicator ends the
     rank.join(1, "nodeB pid 811");
   });
   thread.join();
-  const Outcome outcome = other.run().outcome();
-  CHECK(outcome.kind == Outcome::failed);
-  CHECK(outcome.failure.kind == lockstep::FailureKind::died);
-  CHECK(outcome.failure.rank == 1);
+  const auto failure = failure_of_run(other, 0);
+  CHECK(failure.kind == lockstep::FailureKind::died);
+  CHECK(failure.rank == 1);
   CHECK(other.run().members({1}).at(0).lost);
   CHECK(other.join(1, "nodeB pid 812") == "nodeB pid 811");
 }

@@ -205,8 +205,8 @@ class Group {
     auto next_warning = call.start + first_warning();
     // Returns whether all have come.
     const auto together = [&](const std::optional<Meeting>& met) {
-      if (!met || (met->missing > 0 && met->ended < 0)) return false;
-      if (met->missing == 0) return true;
+      if (!met || !met->over()) return false;
+      if (met->met()) return true;
       // The rank has published its reason before.
       if (met->exit_code != 0) (void)plane_->await_failure(news_timeout);
       throw_if_failed(call);
@@ -220,11 +220,9 @@ class Group {
       if (together(met)) return;
       std::string text = not_made(call);
       if (met)
-        text =
-            formatted("rank{} {} {} not come to make {} after {}", met->missing == 1 ? "" : "s",
-                      joined(met->first_missing, ", ", " and ",
-                             met->missing > met->first_missing.size() ? 4 : met->missing, met->missing),
-                      met->missing == 1 ? "has" : "have", making_text(call), duration_text(now - call.start));
+        text = formatted("{} {} not come to make {} after {}", met->missing_text(),
+                         met->missing == 1 ? "has" : "have", making_text(call),
+                         duration_text(now - call.start));
       else
         text += silence();
       if (over) throw timeout_error(call, text, met ? met->first_missing : std::vector<int>());
@@ -587,8 +585,7 @@ class Group {
   // Comes to the meeting of the group. Returns who has come, or std::nullopt at `until`.
   std::optional<Meeting> meet(const Call& call, Clock::time_point until, bool waits) {
     const auto needed = size() == world_.size() ? std::vector<int>() : ranks();
-    return ask_until(call, until,
-                     [&](RunClient run) { return run.meet(name(), world_.rank(), needed, waits, true); });
+    return ask_until(call, until, [&](RunClient run) { return run.meet(name(), needed, waits, true); });
   }
   // Returns the error with `text` of a call that has timed out. `late`: the ranks that it has waited for.
   [[nodiscard]] TimeoutError timeout_error(const Call& call, const std::string& text,

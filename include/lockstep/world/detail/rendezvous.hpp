@@ -47,14 +47,6 @@ inline std::string process_name(pid_t pid) {
   return detail::formatted("{} pid {}", host_name(), pid);
 }
 
-[[noreturn]] inline void throw_refusal(const Outcome& outcome) {
-  throw RendezvousError(Failure{.kind = outcome.rank < 0 ? FailureKind::error : FailureKind::timed_out,
-                                .rank = process_rank.load(),
-                                .cause = outcome.rank,
-                                .call = {.operation = rendezvous},
-                                .message = outcome.text});
-}
-
 /// Returns the identities of all ranks, which must have joined.
 inline std::vector<RankIdentity> identities(StoreConnection& connection) {
   std::vector<RankIdentity> all;
@@ -63,14 +55,23 @@ inline std::vector<RankIdentity> identities(StoreConnection& connection) {
   return all;
 }
 
+[[noreturn]] inline void throw_refusal(const Event& refusal) {
+  throw RendezvousError(Failure{.kind = refusal.rank < 0 ? FailureKind::error : FailureKind::timed_out,
+                                .rank = process_rank.load(),
+                                .cause = refusal.rank,
+                                .call = {.operation = rendezvous},
+                                .message = refusal.failure.message});
+}
+
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
 /// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
 [[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
+  const Event refusal{.kind = Event::refused, .rank = late, .failure = {.message = text}};
   try {
-    run.publish({.kind = Event::refused, .rank = late, .failure = {.message = text}});
+    run.publish(refusal);
   } catch (const StoreError&) {  // the error is thrown below
   }
-  throw_refusal({.kind = Outcome::refused, .rank = late, .text = text});
+  throw_refusal(refusal);
 }
 
 /// Returns the error of two processes with the rank of `env`.
@@ -180,66 +181,63 @@ inline void outlive_ranks(StoreConnection& connection, int size, bool well) try 
 /// Returns a text on demand; an empty one where nothing is to be said yet.
 using LazyText = std::function<std::string()>;
 
-/// Blocks until every rank has joined. Returns how the rendezvous has ended. Calls `waiting` from time to time with a text
-/// such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one text on all ranks, if a rank was
-/// refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it joined. `own` is the
-/// waiting rank, in `call`.
-inline Outcome await_ranks(StoreConnection& connection, int size,
-                           std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
-                           const std::function<void(const LazyText& who)>& waiting, int own,
-                           const FailedCall& call) {
+/// Blocks until every rank has joined. Returns whether they are on several hosts. Calls `waiting` from time to time with a
+/// text such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one
+/// text on all ranks, if a rank was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended
+/// before it joined. `own` is the waiting rank, in `call`.
+inline bool await_ranks(StoreConnection& connection, int size, std::chrono::steady_clock::time_point deadline,
+                        std::chrono::milliseconds timeout,
+                        const std::function<void(const LazyText& who)>& waiting, int own,
+                        const FailedCall& call) {
   using Clock = std::chrono::steady_clock;
-  const auto missing = [&] {
+  const auto look = [&] {
     try {
-      return RunClient(connection, std::min(timeout, outcome_timeout)).summary(size);
+      return RunClient(connection, std::min(timeout, outcome_timeout)).summary();
     } catch (const StoreError& error) {
       throw RendezvousError(formatted("the rendezvous failed: {}", printable(error.what())));
     }
   };
-  const auto with_hints = [&](const RunSummary& late, const std::string& text) {
-    return late.hints.empty() ? text : text + "; " + late.hints;
+  const auto missing = [&](const RunSummary& late, const std::string& text) {
+    return formatted("{} of {}{}{}{}", late.rendezvous.missing_text(), size, text,
+                     late.hints.empty() ? "" : "; ", late.hints);
   };
-  std::optional<Outcome> outcome;
-  while (!outcome) {
+  std::optional<Meeting> met;
+  while (!met) {
     const auto begin = Clock::now();
     try {
-      outcome = RunClient(connection, std::clamp(deadline, begin + std::chrono::milliseconds(1),
-                                                 begin + outcome_interval))
-                    .outcome();
+      met = RunClient(connection, std::clamp(deadline, begin + std::chrono::milliseconds(1),
+                                             begin + outcome_interval))
+                .meet({}, {}, true, true);
     } catch (const StoreLost& error) {
       throw RendezvousError(
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
-    } catch (const StoreError&) {  // the outcome did not come within the timeout
-    }
-    if (outcome) break;
-    if (Clock::now() >= deadline) {
-      const auto late = missing();
+    } catch (const StoreError&) {  // not all have come within the timeout
+      if (Clock::now() < deadline) {
+        waiting([&] {
+          const auto late = look();
+          const bool come = Milliseconds(late.quiet) < first_notice || late.rendezvous.over();
+          return come ? std::string() : missing(late, "");
+        });
+        continue;
+      }
+      const auto late = look();
+      if (late.rendezvous.over()) {
+        met = late.rendezvous;
+        continue;
+      }
+      const bool one = late.rendezvous.missing == 1;
       refuse_rendezvous(
           {connection, std::min(timeout, outcome_timeout)},
-          with_hints(late,
-                     formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                               "WORLD_SIZE of the others",
-                               late.missing_text(size), std::chrono::duration<double>(timeout).count(),
-                               late.missing == 1 ? "it" : "them")),
-          late.missing == 1 && !late.first_missing.empty() ? late.first_missing[0] : -1);
+          missing(late, formatted(" did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+                                  "WORLD_SIZE of the others",
+                                  std::chrono::duration<double>(timeout).count(), one ? "it" : "them")),
+          one ? late.rendezvous.first_missing.at(0) : -1);
     }
-    waiting([&] {
-      const auto late = missing();
-      const bool come = Milliseconds(late.quiet) < first_notice;
-      return come ? std::string() : with_hints(late, late.missing_text(size));
-    });
   }
-  switch (outcome->kind) {
-    case Outcome::complete:
-      break;
-    case Outcome::failed:
-      throw PeerError(consequence_of(outcome->failure, own, call));
-    case Outcome::ended:
-      throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
-    case Outcome::refused:
-      throw_refusal(*outcome);
-  }
-  return *outcome;
+  if (met->end && met->end->kind == Event::refused) throw_refusal(*met->end);
+  if (met->end) throw PeerError(consequence_of(met->end->failure, own, call));
+  if (met->missing > 0) throw PeerError(consequence_of(ended_early(met->ended, own, call), own, call));
+  return met->several_hosts;
 }
 
 }  // namespace lockstep::detail

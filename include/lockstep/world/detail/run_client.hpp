@@ -37,17 +37,16 @@ class RunClient {
     if (stays) connection_.leave_at_end();
     return answer;
   }
-  /// Blocks until the rendezvous has ended.
-  Outcome outcome() { return ask<Outcome>(StoreOperation::outcome); }
-  RunSummary summary(int size = 0) { return ask<RunSummary>(StoreOperation::summary, size); }
+  RunSummary summary() { return ask<RunSummary>(StoreOperation::summary); }
   /// Returns what is known of `ranks`, in their order; of all that anything is known of if there are none.
   std::vector<KnownRank> members(const std::vector<int>& ranks = {}) {
     return ask<std::vector<KnownRank>>(StoreOperation::members, ranks);
   }
-  /// Comes as rank `rank` to the meeting `name` of `ranks`, of all if there are none. If it `waits`, blocks until all have
-  /// come, or one that has not has ended. If the coming `lasts`, it outlasts the end of that.
-  Meeting meet(const std::string& name, int rank, const std::vector<int>& ranks, bool waits, bool lasts) {
-    return ask<Meeting>(StoreOperation::meet, name, rank, ranks, waits, lasts);
+  /// Comes to the meeting `name` of `ranks`, of all if there are none; without a name to that of all which join. If it
+  /// `waits`, blocks until all have come, or it has ended without that. If the coming `lasts`, it outlasts the end of this
+  /// call.
+  Meeting meet(const std::string& name, const std::vector<int>& ranks, bool waits, bool lasts) {
+    return ask<Meeting>(StoreOperation::meet, name, ranks, waits, lasts);
   }
   /// Returns which of `ranks` have neither left a communicator nor ended.
   std::vector<int> staying(const std::string& group, const std::vector<int>& ranks) {

@@ -148,10 +148,8 @@ LOCKSTEP_INLINE void WorldState::await_all() {
       if (joined.doubted) refuse_other_rank_zero(known, own_identity(joined.address, known));
       notify(who);
     };
-    const auto outcome =
-        await_ranks(*joined.connection, known.size, begin + timeout, timeout, waiting, known.rank,
-                    {.operation = detail::rendezvous, .served = call ? call : ""});
-    single_host_ = !outcome.several_hosts;
+    single_host_ = !await_ranks(*joined.connection, known.size, begin + timeout, timeout, waiting, known.rank,
+                                {.operation = detail::rendezvous, .served = call ? call : ""});
     at_store("the rendezvous failed", [&] {
       place_ranks(joined);
       if (known.rank == 0 && log().should_log(Level::info))
