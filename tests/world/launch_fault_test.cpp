@@ -7,7 +7,6 @@
 #include <fstream>
 #include <thread>
 
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_server.hpp"

@@ -12,7 +12,6 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "support/catch.hpp"

@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "support/catch.hpp"

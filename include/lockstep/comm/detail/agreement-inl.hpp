@@ -11,7 +11,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/world/detail/call_history.hpp"
-#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"

@@ -26,7 +26,6 @@
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/report_pipe.hpp"
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 

@@ -16,9 +16,9 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"
+#include "lockstep/world/detail/local_turn-inl.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/store.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
@@ -36,13 +36,6 @@ inline void set_threads(const WorldOptions& options, const Environment& environm
   at::set_num_threads(chosen->threads);
   shared_threads = chosen->threads;
   shared_threads_source = chosen->source;
-}
-
-/// Returns what is left of `timeout`, which began at `begin`; at least 1 ms.
-inline std::chrono::milliseconds left_of(std::chrono::milliseconds timeout,
-                                         std::chrono::steady_clock::time_point begin) {
-  const auto spent = std::chrono::floor<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
-  return std::max(timeout - spent, std::chrono::milliseconds(1));
 }
 
 /// Returns what this process says about itself when it joins.
@@ -107,7 +100,7 @@ LOCKSTEP_INLINE const Rendezvous& WorldState::join(std::optional<std::chrono::mi
   if (environment.size > 1)
     at_store("the ranks could not sign in", [&] {
       try {
-        join_run({*joined.connection, left_of(timeout, begin)}, environment,
+        join_run({*joined.connection, begin + timeout}, environment,
                  own_identity(joined.address, environment), !given);
       } catch (const RendezvousError&) {
         // The store ends with this process: give the other ranks time to read the reason.
@@ -266,47 +259,6 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
   return code;
 }
 
-/// Throws unless the first rank on this host, `first`, whose world rank is `number` or -1, has finished the work that `key`
-/// names within `timeout`.
-inline void await_first(WorldState& state, const std::string& first, int number, const std::string& key,
-                        std::chrono::milliseconds timeout) try {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto store = state.client();
-  const auto throw_if_failed = [&] {
-    std::optional<Failure> failure;
-    bool ended = false;
-    try {
-      RunClient run(*state.connection(), request_timeout);
-      failure = run.summary().failure;
-      ended = number >= 0 && run.members({number}).at(0).exit_code && !store->check({key});
-    } catch (const StoreError&) {  // the next call on the store says so
-    }
-    if (failure) throw PeerError(consequence_of(*failure, state.environment.rank, {}));
-    if (ended) throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
-  };
-  while (!appear_within(*store, {key},
-                        std::min<std::chrono::milliseconds>(left_of(timeout, begin), news_timeout))) {
-    throw_if_failed();
-    if (std::chrono::steady_clock::now() > begin + timeout)
-      throw TimeoutError(
-          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
-                    std::chrono::duration<double>(timeout).count()));
-  }
-  if (to_text(store->get(key)) == "done") return;
-  throw_if_failed();
-  throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
-} catch (const c10::DistStoreError&) {
-  throw TimeoutError(formatted(
-      "the store does not answer, so that this rank cannot learn whether {}, the first on this host, has "
-      "finished its local_zero_first",
-      first));
-} catch (const c10::Error&) {
-  throw PeerError(formatted(
-      "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
-      "finished its local_zero_first",
-      first));
-}
-
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -368,33 +320,6 @@ LOCKSTEP_INLINE Environment World::environment() const {
 LOCKSTEP_INLINE detail::StorePtr World::store() const {
   state_->await_all();
   return state_->rendezvous().store;
-}
-
-LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::milliseconds timeout)
-    : world(world) {
-  detail::WorldState& state = *world.state_;
-  const auto place = state.local_place();
-  if (place.size == 1) return;
-  // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here joins the
-  // rendezvous, however long the first rank's work takes afterwards.
-  const auto store = state.client();
-  const auto call = detail::at_store("local_zero_first", [&] {
-    return store->add(detail::store_keys::calls_of_rank("local_zero_first", world.rank()), 1);
-  });
-  const Environment& known = state.environment;
-  const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
-  key = detail::store_keys::local_zero_first(numbered ? std::to_string(place.first) : detail::host_identity(),
-                                             call);
-  if (place.rank == 0) return;
-  detail::await_first(state, numbered ? detail::formatted("rank {}", place.first) : "local rank 0",
-                      numbered ? place.first : -1, std::exchange(key, {}), timeout);
-}
-
-LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
-  if (!key.empty() && getpid() == world.state_->owner) try {
-      world.state_->client()->set(key, detail::to_bytes(good ? "done" : "failed"));
-    } catch (...) {  // the launcher or the timeout ends the local ranks
-    }
 }
 
 }  // namespace lockstep
