@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
@@ -183,12 +184,12 @@ using LazyText = std::function<std::string()>;
 /// Blocks until every rank has joined. Returns whether they are on several hosts. Calls `waiting` from time to time with a
 /// text such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one
 /// text on all ranks, if a rank was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended
-/// before it joined. `own` is the waiting rank, in `call`.
-inline bool await_ranks(StoreConnection& connection, int size, std::chrono::steady_clock::time_point deadline,
-                        std::chrono::milliseconds timeout,
-                        const std::function<void(const LazyText& who)>& waiting, int own,
-                        const FailedCall& call) {
+/// before it joined.
+inline bool await_ranks(StoreConnection& connection, const Environment& env,
+                        std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
+                        const std::function<void(const LazyText& who)>& waiting) {
   using Clock = std::chrono::steady_clock;
+  const FailedCall call{.operation = rendezvous, .served = served_call.name ? served_call.name : ""};
   const auto look = [&] {
     try {
       return RunClient(connection, std::min(timeout, outcome_timeout)).summary();
@@ -197,15 +198,15 @@ inline bool await_ranks(StoreConnection& connection, int size, std::chrono::stea
     }
   };
   const auto missing = [&](const RunSummary& late, const std::string& text) {
-    return formatted("{} of {}{}{}{}", late.rendezvous.missing_text(), size, text,
+    return formatted("{} of {}{}{}{}", late.rendezvous.missing_text(), env.size, text,
                      late.hints.empty() ? "" : "; ", late.hints);
   };
   std::optional<Meeting> met;
   while (!met) {
     const auto begin = Clock::now();
     try {
-      met = RunClient(connection, std::clamp(deadline, begin + std::chrono::milliseconds(1),
-                                             begin + outcome_interval))
+      met = RunClient(connection,
+                      std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_interval))
                 .meet({}, {}, true, true);
     } catch (const StoreLost& error) {
       throw RendezvousError(
@@ -234,8 +235,9 @@ inline bool await_ranks(StoreConnection& connection, int size, std::chrono::stea
     }
   }
   if (met->end && met->end->kind == Event::refused) throw_refusal(*met->end);
-  if (met->end) throw PeerError(consequence_of(met->end->failure, own, call));
-  if (met->missing > 0) throw PeerError(consequence_of(ended_early(met->ended, own, call), own, call));
+  if (met->end) throw PeerError(consequence_of(met->end->failure, env.rank, call));
+  if (met->missing > 0)
+    throw PeerError(consequence_of(ended_early(met->ended, env.rank, call), env.rank, call));
   return met->several_hosts;
 }
 

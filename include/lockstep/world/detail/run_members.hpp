@@ -262,7 +262,8 @@ class RunMembers {
     forget_empty();
   }
   void forget_empty() {
-    std::erase_if(meetings_, [&](const auto& one) { return one.second.here.empty() && &one.second != &all_; });
+    std::erase_if(meetings_,
+                  [&](const auto& one) { return one.second.here.empty() && &one.second != &all_; });
   }
 
   Outbox& out_;
@@ -272,7 +273,7 @@ class RunMembers {
   std::unordered_map<std::uint64_t, int> bound_;  // the ranks of connections
   std::unordered_map<std::string, Gathering> meetings_;  // by name
   Gathering& all_ = meetings_[""];                       // of all ranks
-  std::set<std::string> made_;  // communicators that all members have come to make
+  std::set<std::string> made_;                           // communicators that all members have come to make
   std::deque<std::string> made_in_order_;
 };
 

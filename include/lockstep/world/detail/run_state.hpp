@@ -273,10 +273,10 @@ class RunState {
       if (group.marks.empty()) continue;
       if (const auto left = comparison.left_before(group.marks[0].sequence))
         out_.push({connection}, StorePush::event,
-             encoded(Event{.kind = Event::departed,
-                           .rank = left->first,
-                           .group = group.group,
-                           .position = left->second}));
+                  encoded(Event{.kind = Event::departed,
+                                .rank = left->first,
+                                .group = group.group,
+                                .position = left->second}));
     }
     return in.whole();
   }
@@ -287,7 +287,7 @@ class RunState {
     const auto one = reports_.find(found->one), other = reports_.find(found->other);
     if (one == reports_.end() || other == reports_.end()) return settle();
     out_.push({one->second.connection, other->second.connection}, StorePush::calls,
-         FrameWriter().text(group).payload());
+              FrameWriter().text(group).payload());
   }
   void settle() {
     const Dispute dispute = *std::exchange(dispute_, std::nullopt);

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -143,28 +145,6 @@ auto at_store(const std::string& doing, Work&& work) {
   }
 }
 
-/// The store of a rendezvous that this process has joined.
-struct Rendezvous {
-  StorePtr store;
-  std::shared_ptr<StoreConnection> connection = {};  // null in a world of one rank
-  bool hosted_here = false;                          // the store ends with this process
-  std::string address = {};                          // at which other hosts reach this host, or empty
-  bool doubted = false;  // another process may serve the ranks, see Listener::doubt
-
-  /// Returns a client with a timeout of its own.
-  [[nodiscard]] StorePtr again(std::chrono::milliseconds timeout) const {
-    if (!connection) return store;
-    return c10::make_intrusive<StoreClient>(connection, timeout);
-  }
-};
-
-/// `timeout` is that of each call on the store.
-inline Rendezvous rendezvous_at(const std::shared_ptr<StoreConnection>& connection,
-                                std::chrono::milliseconds timeout, bool hosted_here) {
-  return {c10::make_intrusive<StoreClient>(connection, timeout), connection, hosted_here,
-          connection->within_host() ? std::string() : connection->own_address()};
-}
-
 /// Returns an unguessable secret. Throws Error if getrandom fails.
 inline std::string random_secret() {
   unsigned char bytes[16];
@@ -185,44 +165,51 @@ inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std:
   return connection;
 }
 
-/// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts. `agent` names it for messages.
-inline StorePtr connect_tcp_store(const StoreEndpoint& endpoint, const std::string& agent,
-                                  std::chrono::milliseconds timeout) {
-  return at_store(
-      detail::formatted("{} does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this run of "
-                        "torchrun",
-                        agent),
-      [&]() -> StorePtr {
-        c10d::TCPStoreOptions options;
-        options.port = static_cast<std::uint16_t>(endpoint.port);
-        options.isServer = false;
-        options.waitWorkers = false;
-        options.timeout = timeout;
-        options.useLibUV = false;  // a LibTorch built without libuv would reject it
-        return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
-      });
+/// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
+/// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
+/// listen_on.
+inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint, bool all_here) {
+  try {
+    auto listener = listen_on(endpoint.host, endpoint.port, endpoint.origin);
+    if (!all_here && listener.host_is_elsewhere)
+      listener.doubt = formatted(
+          "{} is no address of this host ({}): rank 0 must run on the host that it names",
+          endpoint.origin.text.empty() ? endpoint.host
+                                       : endpoint.origin.text.substr(0, endpoint.origin.text.find(", ")),
+          host_name());
+    else if (!all_here &&
+             (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))
+      listener.doubt =
+          formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
+                    host_name(), endpoint.host);
+    return listener;
+  } catch (const PortInUse&) {
+    try {
+      const StoreConnection other(endpoint, last_request_timeout);
+      return std::nullopt;
+    } catch (const RendezvousError&) {  // no store of this run
+    }
+    throw;
+  }
 }
 
-/// Returns the endpoint that rank 0 has published: "host port secret".
-inline StoreEndpoint endpoint_on_board(const std::string& text) {
-  const auto first = text.find(' '), second = text.find(' ', first + 1);
-  return {text.substr(0, first),
-          whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
-          text.substr(std::min(second, text.size() - 1) + 1),
-          {},
-          "Look at the output of rank 0; a firewall between the hosts must let through every port"};
-}
+/// The store of a rendezvous that this process has joined.
+struct Rendezvous {
+  StorePtr store;
+  std::shared_ptr<StoreConnection> connection = {};  // null in a world of one rank
+  bool doubted = false;  // another process may serve the ranks, see Listener::doubt
+};
 
 /// The key of rank 0's address and secret on the store of torchrun's agent.
 inline constexpr const char* board_key = "lockstep/store";
 
-/// Joins a rendezvous under torchrun. The store of torchrun's agent, which outlives a failed attempt together with its keys,
+/// Connects to the store of a run under torchrun. The store of torchrun's agent, which outlives a failed attempt together with its keys,
 /// is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier attempt's address
 /// leads to a closed port or to a store with another secret; then the board is read again until rank 0 has replaced it.
 /// Calls `waiting` with what this rank waits for.
-inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int rank,
-                                            std::chrono::milliseconds timeout,
-                                            const std::function<void(const std::string&)>& waiting) {
+inline std::shared_ptr<StoreConnection> connect_under_torchrun(
+    const StoreEndpoint& endpoint, int rank, std::chrono::milliseconds timeout,
+    const std::function<void(const std::string&)>& waiting) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto left = [&] {
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
@@ -243,7 +230,18 @@ inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int r
   const auto on_board = [&](const std::string& text) {
     const auto read = std::make_shared<std::string>();
     const LeavableThread asking([read, client, text, endpoint, agent, remaining = left()] {
-      if (!*client) *client = connect_tcp_store(endpoint, agent, remaining);
+      if (!*client) {
+        c10d::TCPStoreOptions options;
+        options.port = static_cast<std::uint16_t>(endpoint.port);
+        options.isServer = false;
+        options.waitWorkers = false;
+        options.timeout = remaining;
+        options.useLibUV = false;  // a LibTorch built without libuv would reject it
+        at_store(
+            agent +
+                " does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this run of torchrun",
+            [&] { *client = c10::make_intrusive<c10d::TCPStore>(endpoint.host, options); });
+      }
       c10d::Store& board = **client;
       if (!text.empty()) board.set(board_key, text);
       if (board.check({board_key})) *read = board.get_to_str(board_key);
@@ -267,16 +265,16 @@ inline Rendezvous rendezvous_under_torchrun(const StoreEndpoint& endpoint, int r
     const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
     const auto connection = host_store(std::move(listener), secret, timeout);
     on_board(text);
-    return rendezvous_at(connection, timeout, true);
+    return connection;
   }
   std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", agent);
   while (std::chrono::steady_clock::now() < deadline) {
     const auto text = on_board({});
     try {
-      if (!text.empty())
-        return rendezvous_at(
-            std::make_shared<StoreConnection>(endpoint_on_board(text), std::min(left(), greeting_timeout)),
-            timeout, false);
+      StoreEndpoint found{
+          .remedy = "Look at the output of rank 0; a firewall between the hosts must let through every port"};
+      if (std::istringstream(text) >> found.host >> found.port >> found.secret)
+        return std::make_shared<StoreConnection>(found, std::min(left(), greeting_timeout));
     } catch (const RendezvousError& error) {
       last = printable(error.what());
     }

@@ -90,12 +90,15 @@ class StoreConnection {
   /// The destructor tells the server that the end of this connection is not that of its rank.
   void leave_at_end() { joined_ = true; }
 
-  /// Returns the numeric address of this end.
-  [[nodiscard]] std::string own_address() const { return own_.text(); }
-  [[nodiscard]] bool within_host() const { return peer_.loopback() || peer_.text() == own_.text(); }
+  /// Returns the address at which the store's host reaches this one, empty if it is this one.
+  [[nodiscard]] std::string address() const {
+    return peer_.loopback() || peer_.text() == own_.text() ? std::string() : own_.text();
+  }
 
-  /// Keeps `hosted`, such as the server, alive as long as this connection.
-  void keep(std::shared_ptr<void> hosted) { hosted_ = std::move(hosted); }
+  /// Keeps the server alive as long as this connection.
+  void keep(std::shared_ptr<void> server) { server_ = std::move(server); }
+  /// Returns whether the store ends with this process.
+  [[nodiscard]] bool hosts_store() const { return server_ != nullptr; }
 
   /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreError if the
   /// store refuses it, at `until`, and once `over` returns true (see wake).
@@ -266,7 +269,7 @@ class StoreConnection {
   FrameSocket socket_;
   const Descriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   SocketAddress peer_, own_;
-  std::shared_ptr<void> hosted_;
+  std::shared_ptr<void> server_;
   const pid_t owner_ = getpid();
   std::atomic<bool> joined_{false};  // as a rank
   std::mutex mutex_;

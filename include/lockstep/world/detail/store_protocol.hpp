@@ -74,8 +74,7 @@ enum class StoreOperation : std::uint8_t {
   leave,      ///< nothing: the end of this connection is not that of its rank; no reply
   summary,    ///< nothing -> RunSummary
   members,    ///< ranks, or none for all -> the KnownRank of each
-  meet,       ///< name, or none for the meeting of all; ranks or none for all; whether it waits; whether its coming lasts
-              ///< -> Meeting
+  meet,       ///< name, empty in the run's own; ranks or none for all; whether it waits, and lasts -> Meeting
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
   publish,    ///< Event -> whether it is news
   staying,    ///< communicator, ranks -> those that are in it
