@@ -28,8 +28,8 @@ constexpr Fault faults[] = {Fault::none,       Fault::killed,     Fault::stopped
                             Fault::ends_early, Fault::late};
 
 // Writes the request of a rank that comes to a meeting.
-Fill meets(const std::string& name, bool waits, bool lasts, const std::vector<int>& ranks = {}) {
-  return [=](FrameWriter& out) { out.text(name).value(ranks).value(waits).value(lasts); };
+Fill meets(const std::string& name, bool lasts, const std::vector<int>& ranks = {}) {
+  return [=](FrameWriter& out) { out.text(name).value(ranks).value(lasts); };
 }
 
 // One run in virtual time: the store, its ranks, and a network that keeps the order of each connection alone.
@@ -224,30 +224,24 @@ class Simulation {
     });
     if (rank.culprit && fault_call_ == 1 && fault_ == Fault::killed)
       return fail(rank);  // before its first communicator
-    send(
-        rank, StoreOperation::meet, meets("", true, true),
-        [this, &rank](std::string_view reply) {
-          if (!decoded<Meeting>(reply).met()) return end(rank, 1);
-          rank.joined = true;
-          if (rank.culprit && fault_ == Fault::ends_early) {
-            fault_at_ = now_;
-            return end(rank, 0);
-          }
-          send(rank, StoreOperation::subscribe,
-               [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
-          at(milliseconds(0, 100), [this, &rank] { meet(rank); });
-        });
+    send(rank, StoreOperation::meet, meets("", true), [this, &rank](std::string_view reply) {
+      if (!decoded<Meeting>(reply).met()) return end(rank, 1);
+      rank.joined = true;
+      if (rank.culprit && fault_ == Fault::ends_early) {
+        fault_at_ = now_;
+        return end(rank, 0);
+      }
+      send(rank, StoreOperation::subscribe,
+           [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
+      at(milliseconds(0, 100), [this, &rank] { meet(rank); });
+    });
   }
   // The rank comes to make the communicator, waits a moment at a time, and asks in between who is missing.
   void meet(Rank& rank) {
     if (!acts(rank)) return;
-    const auto come = [&](bool waits, std::function<void(std::string_view)> then) {
-      return send(rank, StoreOperation::meet, meets("g", waits, true), std::move(then));
-    };
     const std::uint64_t id = rank.next_id;
-    const auto take = [this, &rank](std::string_view reply) {
+    const auto take = [this, &rank](const Meeting& found) {
       if (!acts(rank) || std::exchange(rank.met, true)) return;
-      const auto found = decoded<Meeting>(reply);
       if (found.missing > 0) {
         REQUIRE(found.ended == culprit_);
         return end(rank, 1);
@@ -256,14 +250,16 @@ class Simulation {
       report_often(rank);
       compute(rank);
     };
-    come(true, take);
-    at(milliseconds(1, 200), [this, &rank, come, take, id] {
+    send(rank, StoreOperation::meet, meets("g", true),
+         [take](std::string_view reply) { take(decoded<Meeting>(reply)); });
+    at(milliseconds(1, 200), [this, &rank, take, id] {
       if (!acts(rank) || rank.met) return;
       rank.replies.erase(id);  // the reply may be on its way
       send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
-      come(false, [this, &rank, take](std::string_view reply) {
-        const auto found = decoded<Meeting>(reply);
-        if (found.missing == 0 || found.ended >= 0) return take(reply);
+      const auto name = [](FrameWriter& out) { out.text("g"); };
+      send(rank, StoreOperation::summary, name, [this, &rank, take](std::string_view reply) {
+        const auto found = decoded<RunSummary>(reply).meeting;
+        if (found.over()) return take(found);
         if (!rank.met) meet(rank);
       });
     });
@@ -432,7 +428,8 @@ class Simulation {
         });
   }
   RunSummary summarize() {
-    FrameReader in("");
+    const std::string bytes(FrameWriter().text("").payload());
+    FrameReader in(bytes);
     CHECK(state_.serve(1, 1, StoreOperation::summary, in, now_));
     const auto sent = state_.take_outgoing();
     return decoded<RunSummary>(std::string_view(sent.back().frame).substr(13));
@@ -498,10 +495,17 @@ struct Store {
     CHECK(serve(connection, 0, StoreOperation::join, fill));
     replies.clear();
   }
-  bool meet(std::uint64_t connection, std::uint64_t id, const std::string& name, bool waits, bool lasts,
+  bool meet(std::uint64_t connection, std::uint64_t id, const std::string& name, bool lasts,
             const std::vector<int>& ranks = {}) {
     replies.clear();
-    return serve(connection, id, StoreOperation::meet, meets(name, waits, lasts, ranks));
+    return serve(connection, id, StoreOperation::meet, meets(name, lasts, ranks));
+  }
+  Meeting look(const std::string& name) {
+    Replies before = std::exchange(replies, {});
+    CHECK(serve(98, 1, StoreOperation::summary, [&](FrameWriter& out) { out.text(name); }));
+    const auto found = decoded<RunSummary>(replies[98].at(0).second).meeting;
+    replies = std::move(before);
+    return found;
   }
   void publish(const Event& event) {
     replies.clear();
@@ -521,10 +525,10 @@ struct Store {
 TEST_CASE("a rank that gives up its connection has not come to make a communicator") {
   Store store;
   for (const int rank : {0, 1}) store.join(static_cast<std::uint64_t>(rank), rank, 2);
-  CHECK(store.meet(0, 1, "group", true, true));
+  CHECK(store.meet(0, 1, "group", true));
   CHECK(store.replies.empty());
   store.serve(0, 2, StoreOperation::leave, [](FrameWriter&) {});
-  CHECK(store.meet(1, 1, "group", true, true));
+  CHECK(store.meet(1, 1, "group", true));
   CHECK(store.met(1).missing == 1);
   CHECK(store.met(1).ended == 0);
   CHECK(store.met(1).over());
@@ -534,75 +538,71 @@ TEST_CASE("two threads of a rank wait in one meeting, over one connection or two
   Store store;
   store.join(10, 0, 2);
   store.join(11, 0, 2);
-  CHECK(store.meet(10, 1, "", true, true));
-  CHECK(store.meet(10, 2, "", true, true));
-  CHECK(store.meet(11, 1, "", true, true));
+  CHECK(store.meet(10, 1, "", true));
+  CHECK(store.meet(10, 2, "", true));
+  CHECK(store.meet(11, 1, "", true));
   CHECK(store.replies.empty());
   store.state.cancel(10, 2);
-  CHECK(store.meet(10, 3, "", false, true));  // who is missing?
-  CHECK(store.met(10).first_missing == std::vector<int>{1});
-  CHECK(store.replies.size() == 1);
-  store.replies.clear();
+  CHECK(store.look("").first_missing == std::vector<int>{1});
   CHECK(store.serve(12, 0, StoreOperation::join, [](FrameWriter& out) {
     out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(true);
   }));
   CHECK(store.met(10).met());
   CHECK(store.replies[10][0].first == 1);
   CHECK(store.met(11).met());
-  CHECK(store.meet(12, 1, "", true, true));  // a late asker
+  CHECK(store.meet(12, 1, "", true));  // a late asker
   CHECK(store.met(12).met());
-  for (const std::uint64_t connection : {10, 11}) CHECK(store.meet(connection, 4, "g", true, false));
+  for (const std::uint64_t connection : {10, 11}) CHECK(store.meet(connection, 4, "g", false));
   CHECK(store.replies.empty());
-  CHECK(store.meet(12, 2, "g", true, false));
+  CHECK(store.meet(12, 2, "g", false));
   for (const std::uint64_t connection : {10, 11, 12}) CHECK(store.met(connection).met());
 }
 
 TEST_CASE("only a rank that has joined comes to a meeting") {
   Store store;
   store.join(10, 0, 2);
-  CHECK_FALSE(store.meet(77, 1, "", true, true));
-  CHECK_FALSE(store.meet(77, 1, "g", true, true));
-  CHECK(store.meet(10, 1, "", false, true));
-  CHECK(store.met(10).missing == 1);
+  CHECK_FALSE(store.meet(77, 1, "", true));
+  CHECK_FALSE(store.meet(77, 1, "g", true));
+  CHECK(store.look("").missing == 1);
   // Nor has a process that joins to tell its failure alone.
   CHECK(store.serve(11, 0, StoreOperation::join, [](FrameWriter& out) {
     out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(false);
   }));
-  CHECK_FALSE(store.meet(11, 1, "", true, true));
-  CHECK(store.meet(10, 2, "", false, true));
-  CHECK(store.met(10).missing == 1);
+  CHECK_FALSE(store.meet(11, 1, "", true));
+  CHECK(store.look("").missing == 1);
 }
 
 TEST_CASE("the ranks of a group may be in any order, and one that is none of them is not counted") {
   Store store;
   for (int rank = 0; rank < 6; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 6);
   const std::vector<int> ranks{4, 1, 3};
-  for (const std::uint64_t rank : {0, 5, 2, 3}) CHECK(store.meet(rank, 1, "g", true, true, ranks));
-  CHECK(store.meet(4, 1, "g", false, true, ranks));
-  CHECK(store.met(4).first_missing == std::vector<int>{1});
-  CHECK(store.meet(1, 1, "g", true, true, ranks));
+  for (const std::uint64_t rank : {0, 5, 2, 3}) CHECK(store.meet(rank, 1, "g", true, ranks));
+  CHECK(store.look("g").first_missing == std::vector<int>{4, 1});
+  CHECK(store.meet(4, 1, "g", true, ranks));
+  CHECK(store.look("g").first_missing == std::vector<int>{1});
+  store.state.cancel(4, 1);
+  CHECK(store.meet(1, 1, "g", true, ranks));
   for (const std::uint64_t rank : {0, 1, 2, 3, 5}) CHECK(store.met(rank).met());
-  CHECK(store.meet(4, 2, "g", true, true, ranks));  // it is known to be made
+  CHECK(store.look("g").met());
+  CHECK(store.meet(4, 2, "g", true, ranks));  // it is known to be made
   CHECK(store.met(4).met());
 }
 
 TEST_CASE("a meeting in which nobody waits, and no coming lasts, is forgotten") {
   Store store;
   for (int rank = 0; rank < 3; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 3);
-  const auto missing = [&](std::uint64_t rank, bool lasts) {
-    CHECK(store.meet(rank, 9, "g", false, lasts));
-    return store.met(rank).missing;
-  };
-  CHECK(store.meet(0, 1, "g", true, false));
+  CHECK(store.meet(0, 1, "g", false));
+  CHECK(store.look("g").missing == 2);
   store.state.cancel(0, 1);
-  CHECK(missing(1, false) == 2);
-  CHECK(missing(2, false) == 2);
-  CHECK(missing(0, true) == 2);  // it lasts
-  CHECK(missing(1, true) == 1);
+  CHECK(store.look("g").lowest == -1);
+  CHECK(store.meet(1, 1, "g", true));
+  store.state.cancel(1, 1);  // its coming lasts
+  CHECK(store.look("g").lowest == 1);
+  CHECK(store.look("g").first_missing == std::vector<int>{0, 2});
   // So is one that has ended without all ranks, each time.
   store.publish({.kind = Event::ended, .rank = 2, .failure = {.code = 3}});
   for (int times = 0; times < 70'000; ++times) {
-    if (!store.meet(0, 2, fmt::format("throws {}", times), true, false)) FAIL("it is kept");
+    if (!store.meet(0, 2, fmt::format("throws {}", times), false)) FAIL("it is kept");
     if (store.replies[0].size() != 1) FAIL("it waits");
   }
   CHECK(store.met(0).ended == 2);
@@ -611,13 +611,13 @@ TEST_CASE("a meeting in which nobody waits, and no coming lasts, is forgotten") 
 
 TEST_CASE("a failure or a refusal ends the rendezvous, and the first end of it stays") {
   const Event failed{.failure = {.rank = 1, .message = "boom"}};
-  const Event refused{.kind = Event::refused, .rank = 2, .failure = {.message = "it is late"}};
+  const Event refused{.kind = Event::refused, .failure = {.cause = 2, .message = "it is late"}};
   const Event ended{.kind = Event::ended, .rank = 1, .failure = {.code = 0}};
   for (const auto& [first, second] : {std::pair(failed, refused), {refused, failed}, {ended, failed}}) {
     Store store;
     store.publish({.kind = Event::connected, .rank = 0});  // before any has joined
     store.join(10, 0, 3);
-    CHECK(store.meet(10, 1, "", true, true));
+    CHECK(store.meet(10, 1, "", true));
     CHECK(store.replies.empty());
     store.publish(first);
     CHECK(store.met(10).over());
@@ -626,7 +626,7 @@ TEST_CASE("a failure or a refusal ends the rendezvous, and the first end of it s
     store.publish(second);
     CHECK(store.replies.empty());
     store.join(11, 2, 3);
-    CHECK(store.meet(11, 1, "", true, true));
+    CHECK(store.meet(11, 1, "", true));
     const auto late = store.met(11);
     CHECK(late.over());
     REQUIRE(late.end.has_value() == (first.kind != Event::ended));
@@ -635,18 +635,19 @@ TEST_CASE("a failure or a refusal ends the rendezvous, and the first end of it s
   Store store;  // that it has not ended before any has joined
   store.publish(failed);
   store.join(10, 0, 3);
-  CHECK(store.meet(10, 1, "", true, true));
+  CHECK(store.meet(10, 1, "", true));
   REQUIRE(store.met(10).end.has_value());
 }
 
-TEST_CASE("once all ranks have joined, a process that is refused ends nothing, and the ranks are told of it") {
+TEST_CASE(
+    "once all ranks have joined, a process that is refused ends nothing, and the ranks are told of it") {
   Store store;
   for (int rank = 0; rank < 2; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 2);
   store.serve(0, 1, StoreOperation::subscribe, [](FrameWriter& out) { out.value(0); });
   store.publish({.kind = Event::refused, .failure = {.message = "a second rank 1"}});
   REQUIRE(store.replies[0].size() == 1);
   CHECK(store.replies[0][0].first == push_id);
-  CHECK(store.meet(1, 1, "", true, true));
+  CHECK(store.meet(1, 1, "", true));
   CHECK(store.met(1).met());
 }
 

@@ -208,14 +208,16 @@ class Group {
     for (bool waits = true;; waits = !waits) {  // for the others, and then asks who is missing
       const auto now = Clock::now();
       const auto met = ask_until(call, waits ? std::min(end, next_warning) : soon(), [&](RunClient run) {
-        return run.meet(name(), needed, waits, /*lasts=*/true);
+        return waits ? run.meet(name(), needed, /*lasts=*/true) : run.summary(name()).meeting;
       });
       if (met && met->met()) return;
-      // A rank that has ended has published its reason before.
-      if (met && met->ended >= 0 && met->exit_code != 0) (void)plane_->await_failure(news_timeout);
+      // A rank that has ended has published its reason before. The store may have been lost since then.
+      if (met && met->ended >= 0) {
+        const auto known = plane_->await_failure(met->exit_code != 0 ? news_timeout : Milliseconds(0));
+        if (!known || known->store_lost)
+          std::rethrow_exception(peer_error(end_of(call, met->ended, met->exit_code), call));
+      }
       throw_if_failed(call);
-      if (met && met->ended >= 0)
-        std::rethrow_exception(peer_error(end_of(call, met->ended, met->exit_code), call));
       if (waits) continue;
       std::string text = not_made(call);
       if (met)

@@ -13,7 +13,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -69,7 +68,7 @@ class ControlPlane {
   /// Subscribes rank `rank` of the run.
   explicit ControlPlane(int rank, std::shared_ptr<StoreConnection> connection, End end = nullptr)
       : rank_(rank), connection_(std::move(connection)), end_(end) {
-    connection_->post(StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
+    connection_->post(StoreOperation::subscribe, rank);
     thread_ = std::thread([this] { listen(); });
   }
   ~ControlPlane() {
@@ -86,8 +85,7 @@ class ControlPlane {
     connection_->wake();
     thread_.join();
     const std::lock_guard lock(registry().first);  // another one may have subscribed since
-    if (registry().second[connection_.get()].expired())
-      connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.value(-1); });
+    if (registry().second[connection_.get()].expired()) connection_->post(StoreOperation::subscribe, -1);
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
@@ -143,16 +141,14 @@ class ControlPlane {
 
   /// Publishes an event to every rank, of failures the first. Does not block.
   void publish(const Event& event) noexcept {
-    if (!failed_elsewhere_)
-      connection_->post(StoreOperation::publish, [&](FrameWriter& out) { out.value(event); });
+    if (!failed_elsewhere_) connection_->post(StoreOperation::publish, event);
   }
   /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
   /// `until`.
   bool publish_departure(const ReportedGroup& group, Clock::time_point until) try {
     report();
-    const Event event{
-        .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
-    client(until).publish(event);
+    client(until).publish(
+        {.kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()});
     return true;
   } catch (const StoreError&) {
     return Clock::now() < until;  // another rank has failed, or the store is gone
@@ -223,7 +219,7 @@ class ControlPlane {
         if (auto found = group->new_marks()) marks.push_back(std::move(*found));
       }
     }
-    connection_->post(StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
+    connection_->post(StoreOperation::report, positions, marks);
   } catch (const std::exception&) {  // no memory
   }
   /// Returns the failure of ranks that have made different calls once the store has found it, within 2.5 s.
@@ -311,7 +307,7 @@ class ControlPlane {
         for (const auto& group : groups_)
           if (group->name == name) calls = group->last_calls();
       }
-      connection_->post(StoreOperation::calls, [&](FrameWriter& out) { out.text(name).value(calls); });
+      connection_->post(StoreOperation::calls, name, calls);
     }
   }
 

@@ -29,7 +29,7 @@ struct Event {
     failed,     ///< a rank has failed: `failure`; of these the ranks are sent the first
     aborted,    ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
     departed,   ///< a rank has left `group` after its collective `position`
-    refused,    ///< a process may not join for the reason in `failure`; `rank` alone is late, or -1
+    refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
     ended       ///< a rank has ended with exit code `failure.code`; it is not sent on
   };
@@ -95,12 +95,11 @@ struct RunSummary {
   std::size_t ended = 0;             // how many ranks have ended
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
-  Meeting rendezvous = {};           // of all ranks
+  Meeting meeting = {};              // that was asked for; one that all have come to if it is not kept
 };
 template <>
-inline constexpr auto fields_of<RunSummary> =
-    std::tuple{&RunSummary::failure, &RunSummary::ended, &RunSummary::quiet, &RunSummary::hints,
-               &RunSummary::rendezvous};
+inline constexpr auto fields_of<RunSummary> = std::tuple{
+    &RunSummary::failure, &RunSummary::ended, &RunSummary::quiet, &RunSummary::hints, &RunSummary::meeting};
 
 /// The reason of a rank whose stack an exception unwinds, past a communicator.
 inline const std::string by_exception = "an exception, which its own output names, has ended it";

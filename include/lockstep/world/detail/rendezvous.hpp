@@ -39,12 +39,12 @@ inline std::string host_identity() {
   };
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+  return formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
 }
 
 /// Returns the name of a process of this host in errors: "nodeA pid 811".
 inline std::string process_name(pid_t pid) {
-  return detail::formatted("{} pid {}", host_name(), pid);
+  return formatted("{} pid {}", host_name(), pid);
 }
 
 /// Returns the identities of all ranks, which must have joined.
@@ -55,23 +55,19 @@ inline std::vector<RankIdentity> identities(StoreConnection& connection) {
   return all;
 }
 
-[[noreturn]] inline void throw_refusal(const Event& refusal) {
-  throw RendezvousError(Failure{.kind = refusal.rank < 0 ? FailureKind::error : FailureKind::timed_out,
-                                .rank = process_rank.load(),
-                                .cause = refusal.rank,
-                                .call = {.operation = rendezvous},
-                                .message = refusal.failure.message});
-}
-
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
 /// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
 [[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
-  const Event refusal{.kind = Event::refused, .rank = late, .failure = {.message = text}};
+  const Failure refusal{.kind = late < 0 ? FailureKind::error : FailureKind::timed_out,
+                        .rank = process_rank.load(),
+                        .cause = late,
+                        .call = {.operation = rendezvous},
+                        .message = text};
   try {
-    run.publish(refusal);
+    run.publish({.kind = Event::refused, .failure = refusal});
   } catch (const StoreError&) {  // the error is thrown below
   }
-  throw_refusal(refusal);
+  throw RendezvousError(refusal);
 }
 
 /// Returns the error of two processes with the rank of `env`.
@@ -198,7 +194,7 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
     }
   };
   const auto missing = [&](const RunSummary& late, const std::string& text) {
-    return formatted("{} of {}{}{}{}", late.rendezvous.missing_text(), env.size, text,
+    return formatted("{} of {}{}{}{}", late.meeting.missing_text(), env.size, text,
                      late.hints.empty() ? "" : "; ", late.hints);
   };
   std::optional<Meeting> met;
@@ -207,7 +203,7 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
     try {
       met = RunClient(connection,
                       std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_interval))
-                .meet({}, {}, true, true);
+                .meet({}, {}, true);
     } catch (const StoreLost& error) {
       throw RendezvousError(
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
@@ -215,26 +211,27 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
       if (Clock::now() < deadline) {
         waiting([&] {
           const auto late = look();
-          const bool come = Milliseconds(late.quiet) < first_notice || late.rendezvous.over();
+          const bool come = Milliseconds(late.quiet) < first_notice || late.meeting.over();
           return come ? std::string() : missing(late, "");
         });
         continue;
       }
       const auto late = look();
-      if (late.rendezvous.over()) {
-        met = late.rendezvous;
-        continue;
-      }
-      const bool one = late.rendezvous.missing == 1;
-      refuse_rendezvous(
-          {connection, std::min(timeout, outcome_timeout)},
-          missing(late, formatted(" did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                                  "WORLD_SIZE of the others",
-                                  std::chrono::duration<double>(timeout).count(), one ? "it" : "them")),
-          one ? late.rendezvous.first_missing.at(0) : -1);
+      const bool one = late.meeting.missing == 1;
+      if (!late.meeting.over())
+        refuse_rendezvous(
+            {connection, std::min(timeout, outcome_timeout)},
+            missing(late, formatted(" did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT "
+                                    "and WORLD_SIZE of the others",
+                                    std::chrono::duration<double>(timeout).count(), one ? "it" : "them")),
+            one ? late.meeting.first_missing.at(0) : -1);
+      met = late.meeting;
     }
   }
-  if (met->end && met->end->kind == Event::refused) throw_refusal(*met->end);
+  if (met->end && met->end->kind == Event::refused) {
+    met->end->failure.rank = env.rank;
+    throw RendezvousError(met->end->failure);
+  }
   if (met->end) throw PeerError(consequence_of(met->end->failure, env.rank, call));
   if (met->missing > 0)
     throw PeerError(consequence_of(ended_early(met->ended, env.rank, call), env.rank, call));

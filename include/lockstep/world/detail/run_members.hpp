@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/world/detail/event_log.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
@@ -92,7 +93,7 @@ class RunMembers {
   [[nodiscard]] bool meet(const Asker& asker, FrameReader& in) {
     const std::string name(in.text());
     const auto ranks = in.value<std::vector<int>>();
-    const auto waits = in.value<bool>(), lasts = in.value<bool>();
+    const auto lasts = in.value<bool>();
     const auto bound = bound_.find(asker.connection);
     if (!in.whole() || bound == bound_.end()) return false;
     if (name.size() > max_key_bytes || meetings_.size() >= max_meetings) return false;
@@ -103,15 +104,11 @@ class RunMembers {
     Gathering& gathering = meetings_.try_emplace(name, Gathering{ranks, lasts}).first->second;
     gathering.here[bound->second][asker.connection].push_back(asker.id);
     // The ranks are looked through where that may tell something new: each of very many comes.
-    if (waits && ended_ == 0 && !gathering.end && gathering.here.size() < number_of(gathering)) return true;
+    if (ended_ == 0 && !gathering.end && gathering.here.size() < number_of(gathering)) return true;
     const Meeting found = meeting_of(gathering);
-    if (found.over()) {
-      tell(gathering, found);
-      if (found.missing == 0 && gathering.lasts && &gathering != &all_) keep_made(name);
-    } else if (!waits) {
-      out_.reply(asker, encoded(found));
-      cancel(asker);
-    }
+    if (!found.over()) return true;
+    tell(gathering, found);
+    if (found.missing == 0 && gathering.lasts && &gathering != &all_) keep_made(name);
     forget_empty();
     return true;
   }
@@ -170,13 +167,16 @@ class RunMembers {
   }
   /// Ends the meeting of all ranks by an event unless it has ended.
   void end_rendezvous(const Event& event) {
-    if (rendezvous().over()) return;
+    if (meeting().over()) return;
     all_.end = event;
-    tell(all_, rendezvous());
+    tell(all_, meeting());
   }
 
-  /// Returns the state of the meeting of all ranks.
-  [[nodiscard]] Meeting rendezvous() const { return meeting_of(all_); }
+  /// Returns the state of a meeting, without a name of that of all ranks.
+  [[nodiscard]] Meeting meeting(const std::string& name = {}) const {
+    const auto found = meetings_.find(name);
+    return found == meetings_.end() ? Meeting{} : meeting_of(found->second);
+  }
   [[nodiscard]] Member& of(int rank) { return members_[rank]; }
   /// Returns the exit code of a rank that has ended.
   [[nodiscard]] std::optional<int> exit_code(int rank) const {
@@ -235,8 +235,9 @@ class RunMembers {
         std::any_of(all.begin(), all.end(), [&](const RankIdentity& one) { return one.host != all[0].host; });
     for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
       if (!wrong.empty() && !all_.end)
-        all_.end = Event{.kind = Event::refused, .failure = {.message = wrong}};
-    tell(all_, rendezvous());
+        all_.end = Event{.kind = Event::refused,
+                         .failure = {.call = {.operation = detail::rendezvous}, .message = wrong}};
+    tell(all_, meeting());
   }
   void keep_made(const std::string& name) {
     meetings_.erase(name);

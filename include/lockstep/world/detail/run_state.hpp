@@ -63,7 +63,7 @@ class RunState {
         members_.leave(connection);
         return in.whole();
       case StoreOperation::summary:
-        summarize(asker, now);
+        summarize(asker, std::string(in.text()), now);
         return in.whole();
       case StoreOperation::members:
         return members_.describe(asker, in);
@@ -147,14 +147,14 @@ class RunState {
     Time until;
   };
 
-  void summarize(const Asker& asker, Time now) {
+  void summarize(const Asker& asker, const std::string& meeting, Time now) {
     const auto quiet = std::chrono::floor<std::chrono::milliseconds>(now - last_join_);
     out_.reply(asker, encoded(RunSummary{
                           .failure = failure_,
                           .ended = members_.ended(),
                           .quiet = quiet.count(),
                           .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
-                          .rendezvous = members_.rendezvous()}));
+                          .meeting = members_.meeting(meeting)}));
   }
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
@@ -174,7 +174,7 @@ class RunState {
         break;
       case Event::refused:
         members_.end_rendezvous(event);
-        if (!members_.rendezvous().met()) return true;
+        if (!members_.meeting().met()) return true;
         break;
       case Event::departed:
         if (!depart(event)) return true;
@@ -216,7 +216,7 @@ class RunState {
   // The grace of a rank whose connection has closed before it has made a communicator is over.
   void publish_end(int rank) {
     const auto& member = members_.of(rank);
-    const Meeting all = members_.rendezvous();
+    const Meeting all = members_.meeting();
     if (member.exit_code || member.connected || (all.over() && !all.met())) return;
     publish({.kind = Event::failed,
              .failure = {

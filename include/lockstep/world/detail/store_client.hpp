@@ -115,7 +115,7 @@ class StoreClient : public ClonableStore {
     const auto until =
         StoreConnection::Clock::now() + (timeout == kNoTimeout ? longest : std::min(timeout, longest));
     try {
-      return connection_->request(operation, until, [&](FrameWriter& out) { (out.value(arguments), ...); });
+      return connection_->request(operation, until, nullptr, arguments...);
     } catch (const StoreLost& error) {
       C10_THROW_ERROR(DistNetworkError, error.what());
     } catch (const std::runtime_error& error) {
@@ -139,9 +139,9 @@ auto at_store(const std::string& doing, Work&& work) {
   try {
     return work();
   } catch (const c10::Error& error) {
-    throw RendezvousError(detail::formatted("{}: {}", doing, printable(error.what_without_backtrace())));
+    throw RendezvousError(formatted("{}: {}", doing, printable(error.what_without_backtrace())));
   } catch (const StoreError& error) {
-    throw RendezvousError(detail::formatted("{}: {}", doing, printable(error.what())));
+    throw RendezvousError(formatted("{}: {}", doing, printable(error.what())));
   }
 }
 
@@ -149,9 +149,9 @@ auto at_store(const std::string& doing, Work&& work) {
 inline std::string random_secret() {
   unsigned char bytes[16];
   if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
-    throw Error(detail::formatted("cannot make a secret for the store: {}", std::strerror(errno)));
+    throw Error(formatted("cannot make a secret for the store: {}", std::strerror(errno)));
   std::string text;
-  for (const unsigned char byte : bytes) text += detail::formatted("{:02x}", byte);
+  for (const unsigned char byte : bytes) text += formatted("{:02x}", byte);
   return text;
 }
 
@@ -203,10 +203,10 @@ struct Rendezvous {
 /// The key of rank 0's address and secret on the store of torchrun's agent.
 inline constexpr const char* board_key = "lockstep/store";
 
-/// Connects to the store of a run under torchrun. The store of torchrun's agent, which outlives a failed attempt together with its keys,
-/// is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier attempt's address
-/// leads to a closed port or to a store with another secret; then the board is read again until rank 0 has replaced it.
-/// Calls `waiting` with what this rank waits for.
+/// Connects to the store of a run under torchrun. That of torchrun's agent, which outlives a failed attempt together with
+/// its keys, is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier
+/// attempt's address leads to a closed port or to a store with another secret; then the board is read again until rank 0 has
+/// replaced it. Calls `waiting` with what this rank waits for.
 inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     const StoreEndpoint& endpoint, int rank, std::chrono::milliseconds timeout,
     const std::function<void(const std::string&)>& waiting) {
@@ -215,15 +215,14 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
                                                       deadline - std::chrono::steady_clock::now()));
   };
-  const auto agent = detail::formatted("the store of torchrun's agent at {}", endpoint.text());
+  const auto agent = formatted("the store of torchrun's agent at {}", endpoint.text());
   retry_at(
       endpoint.text(), timeout,
       [&](auto until) {
         const auto attempt = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
         return attempt.fd.open() ? std::string() : attempt.reason;
       },
-      [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
-      endpoint.remedy);
+      [&](const std::string& reason) { waiting(formatted("{}: {}", agent, reason)); }, endpoint.remedy);
   const auto client = std::make_shared<StorePtr>();
   // Publishes `text` unless it is empty. Returns what is on the board. LibTorch's client has no timeout, not even for
   // connecting, if its server does not answer.
@@ -248,13 +247,13 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     });
     while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), last_retry_pause))) {
       if (std::chrono::steady_clock::now() >= deadline)
-        throw RendezvousError(detail::formatted(
-            "{} does not answer after {} s: look at the output of torchrun on that host, and "
-            "start it again",
-            agent, std::chrono::duration<double>(timeout).count()));
-      waiting(detail::formatted("{}: it does not answer", agent));
+        throw RendezvousError(
+            formatted("{} does not answer after {} s: look at the output of torchrun on that host, and "
+                      "start it again",
+                      agent, std::chrono::duration<double>(timeout).count()));
+      waiting(formatted("{}: it does not answer", agent));
     }
-    at_store(detail::formatted("{} failed", agent), [&] { asking.rethrow(); });
+    at_store(formatted("{} failed", agent), [&] { asking.rethrow(); });
     return *read;
   };
   if (rank == 0) {
@@ -262,12 +261,12 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     if (host.empty()) host = loopback_address();  // a host without a network
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
-    const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
+    const auto text = formatted("{} {} {}", host, listener.port, secret);
     const auto connection = host_store(std::move(listener), secret, timeout);
     on_board(text);
     return connection;
   }
-  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", agent);
+  std::string last = formatted("it has not come to {}. Look at the output of rank 0", agent);
   while (std::chrono::steady_clock::now() < deadline) {
     const auto text = on_board({});
     try {
@@ -282,8 +281,8 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     std::this_thread::sleep_for(board_pause);
   }
   throw RendezvousError(
-      detail::formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
-                        std::chrono::duration<double>(timeout).count(), last));
+      formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
+                std::chrono::duration<double>(timeout).count(), last));
 }
 
 }  // namespace lockstep::detail

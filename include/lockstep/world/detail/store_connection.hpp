@@ -35,7 +35,7 @@ namespace lockstep::detail {
 /// The address at which a store listens, its secret, what determines the address, see
 /// Environment::rendezvous_origin, and the remedy if nobody serves it.
 struct StoreEndpoint {
-  std::string host;
+  std::string host = {};
   int port = 0;
   std::string secret = {};
   RendezvousOrigin origin = {};
@@ -82,7 +82,7 @@ class StoreConnection {
   }
 
   ~StoreConnection() {
-    if (joined_ && getpid() == owner_) post(StoreOperation::leave, [](FrameWriter&) {});
+    if (joined_ && getpid() == owner_) post(StoreOperation::leave);
   }
   StoreConnection(const StoreConnection&) = delete;
   StoreConnection& operator=(const StoreConnection&) = delete;
@@ -100,18 +100,18 @@ class StoreConnection {
   /// Returns whether the store ends with this process.
   [[nodiscard]] bool hosts_store() const { return server_ != nullptr; }
 
-  /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreError if the
-  /// store refuses it, at `until`, and once `over` returns true (see wake).
-  template <class Fill>
-  std::string request(StoreOperation operation, Clock::time_point until, Fill fill,
-                      const std::function<bool()>& over = nullptr) {
+  /// Sends a request. Returns the result in its reply. Throws StoreError if the store refuses it, at `until`, and once
+  /// `over`, if it is given, returns true (see wake).
+  template <class... Arguments>
+  std::string request(StoreOperation operation, Clock::time_point until, const std::function<bool()>& over,
+                      const Arguments&... arguments) {
     std::unique_lock lock(mutex_);
-    const auto id = write(operation, fill);
+    const auto id = write(operation, arguments...);
     const Reply& awaited = replies_[id];
     wait(lock, until, [&] { return awaited.status.has_value() || (over && over()); });
     Reply reply = std::move(replies_.extract(id).mapped());
     if (!reply.status) {
-      write(StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
+      write(StoreOperation::cancel, id);
       throw_timeout();
     }
     if (*reply.status == StoreStatus::done) return std::move(reply.result);
@@ -119,10 +119,10 @@ class StoreConnection {
   }
 
   /// Sends a request that has no reply. Does not block. No-op if the connection is lost.
-  template <class Fill>
-  void post(StoreOperation operation, Fill fill) noexcept try {
+  template <class... Arguments>
+  void post(StoreOperation operation, const Arguments&... arguments) noexcept try {
     const std::lock_guard lock(mutex_);
-    write(operation, fill);
+    write(operation, arguments...);
   } catch (const std::exception&) {  // lost, or there is no memory
   }
 
@@ -160,12 +160,13 @@ class StoreConnection {
   };
 
   // Writes a request, and sends as much as there is room for. Returns its id.
-  template <class Fill>
-  std::uint64_t write(StoreOperation operation, Fill fill) {
+  template <class... Arguments>
+  std::uint64_t write(StoreOperation operation, const Arguments&... arguments) {
     if (!lost_.empty()) throw StoreLost(lost_);
     FrameWriter frame;
     const auto id = next_id_++;
-    fill(frame.integer(id).value(operation));
+    frame.value(id).value(operation);
+    (frame.value(arguments), ...);
     if (frame.payload().size() > max_frame_bytes)
       throw StoreError(formatted("a message of {} bytes to the store is too large: {} are allowed",
                                  frame.payload().size(), max_frame_bytes));
@@ -299,16 +300,18 @@ class RunClient {
     if (stays) connection_.leave_at_end();
     return answer;
   }
-  RunSummary summary() { return ask<RunSummary>(StoreOperation::summary); }
+  /// Returns what is known of the run, and of a meeting, without a name of that of all ranks.
+  RunSummary summary(const std::string& meeting = {}) {
+    return ask<RunSummary>(StoreOperation::summary, meeting);
+  }
   /// Returns what is known of `ranks`, in their order; of all that anything is known of if there are none.
   std::vector<KnownRank> members(const std::vector<int>& ranks = {}) {
     return ask<std::vector<KnownRank>>(StoreOperation::members, ranks);
   }
-  /// Comes to the meeting `name` of `ranks`, of all if there are none; without a name to that of all which join. If it
-  /// `waits`, blocks until all have come, or it has ended without that. If the coming `lasts`, it outlasts the end of this
-  /// call.
-  Meeting meet(const std::string& name, const std::vector<int>& ranks, bool waits, bool lasts) {
-    return ask<Meeting>(StoreOperation::meet, name, ranks, waits, lasts);
+  /// Comes to the meeting `name` of `ranks`, of all if there are none; without a name to that of all which join. Blocks until
+  /// all have come, or it has ended without that. If the coming `lasts`, it outlasts the end of this call.
+  Meeting meet(const std::string& name, const std::vector<int>& ranks, bool lasts) {
+    return ask<Meeting>(StoreOperation::meet, name, ranks, lasts);
   }
   /// Returns which of `ranks` have neither left a communicator nor ended.
   std::vector<int> staying(const std::string& group, const std::vector<int>& ranks) {
@@ -324,20 +327,15 @@ class RunClient {
   }
   /// Sets a key of the store to `desired` if it has the value `expected`, or none and that is empty. Returns its value.
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
-    return request(StoreOperation::compare_set, key, expected, desired);
+    return connection_.request(StoreOperation::compare_set, until_, over_, key, expected, desired);
   }
   /// Adds an event. Returns whether it is news.
   bool publish(const Event& event) { return ask<bool>(StoreOperation::publish, event); }
 
  private:
-  template <class... Arguments>
-  std::string request(StoreOperation operation, const Arguments&... arguments) {
-    return connection_.request(
-        operation, until_, [&](FrameWriter& out) { (out.value(arguments), ...); }, over_);
-  }
   template <class Reply, class... Arguments>
   Reply ask(StoreOperation operation, const Arguments&... arguments) {
-    return decoded<Reply>(request(operation, arguments...));
+    return decoded<Reply>(connection_.request(operation, until_, over_, arguments...));
   }
 
   StoreConnection& connection_;
