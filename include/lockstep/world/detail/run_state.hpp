@@ -82,8 +82,7 @@ class RunState {
       case StoreOperation::publish: {
         const auto event = in.value<Event>();
         if (!in.whole()) return false;
-        const bool news = publish(event);
-        out_.reply(asker, std::string(1, news ? '\1' : '\0'));
+        out_.reply(asker, encoded(publish(event)));
         return true;
       }
       case StoreOperation::staying:
