@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "lockstep/world/detail/environment.hpp"
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 
 /// What a test or one of its programs asks the store of a run, besides the keys. A `world` is a World, which the tests

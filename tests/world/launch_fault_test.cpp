@@ -7,7 +7,6 @@
 #include <fstream>
 #include <thread>
 
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_server.hpp"
@@ -589,9 +588,8 @@ TEST_CASE("a rank that is started again in place of a killed one is told that it
   StoreConnection other({"127.0.0.1", server.port()}, 20s);
   {
     StoreConnection rank({"127.0.0.1", server.port()}, 20s);
-    rank.request(StoreOperation::join, StoreConnection::Clock::now() + 20s, [](FrameWriter& out) {
-      out.value(1).value(3).value(RankIdentity{"nodeB pid 811", "nodeB"}).byte(1);
-    });
+    rank.request(StoreOperation::join, StoreConnection::Clock::now() + 20s, nullptr, 1, 3,
+                 RankIdentity{"nodeB pid 811", "nodeB"}, true);
   }
   while (!RunClient(other, 20s).members({1}).at(0).lost) std::this_thread::sleep_for(10ms);
   Together ranks;

@@ -7,7 +7,6 @@
 #include <random>
 #include <set>
 
-#include "lockstep/world/detail/rank_view.hpp"
 #include "support/catch.hpp"
 
 namespace run_state_test {
@@ -27,6 +26,11 @@ enum class Fault { none, killed, stopped, cut, throws, other_call, leaves, never
 constexpr Fault faults[] = {Fault::none,       Fault::killed,     Fault::stopped, Fault::cut,
                             Fault::throws,     Fault::other_call, Fault::leaves,  Fault::never_joins,
                             Fault::ends_early, Fault::late};
+
+// Writes the request of a rank that comes to a meeting.
+Fill meets(const std::string& name, bool lasts, const std::vector<int>& ranks = {}) {
+  return [=](FrameWriter& out) { out.text(name).value(ranks).value(lasts); };
+}
 
 // One run in virtual time: the store, its ranks, and a network that keeps the order of each connection alone.
 class Simulation {
@@ -220,33 +224,24 @@ class Simulation {
     });
     if (rank.culprit && fault_call_ == 1 && fault_ == Fault::killed)
       return fail(rank);  // before its first communicator
-    send(
-        rank, StoreOperation::outcome, [](FrameWriter&) {},
-        [this, &rank](std::string_view reply) {
-          if (decoded<Outcome>(reply).kind != Outcome::complete) return end(rank, 1);
-          rank.joined = true;
-          if (rank.culprit && fault_ == Fault::ends_early) {
-            fault_at_ = now_;
-            return end(rank, 0);
-          }
-          send(rank, StoreOperation::subscribe,
-               [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
-          at(milliseconds(0, 100), [this, &rank] { meet(rank); });
-        });
+    send(rank, StoreOperation::meet, meets("", true), [this, &rank](std::string_view reply) {
+      if (!decoded<Meeting>(reply).met()) return end(rank, 1);
+      rank.joined = true;
+      if (rank.culprit && fault_ == Fault::ends_early) {
+        fault_at_ = now_;
+        return end(rank, 0);
+      }
+      send(rank, StoreOperation::subscribe,
+           [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
+      at(milliseconds(0, 100), [this, &rank] { meet(rank); });
+    });
   }
   // The rank comes to make the communicator, waits a moment at a time, and asks in between who is missing.
   void meet(Rank& rank) {
     if (!acts(rank)) return;
-    const auto come = [&](bool waits, std::function<void(std::string_view)> then) {
-      const auto fill = [&](FrameWriter& out) {
-        out.text("g").value(rank.number).value(std::vector<int>()).value(waits).value(true);
-      };
-      return send(rank, StoreOperation::meet, fill, std::move(then));
-    };
     const std::uint64_t id = rank.next_id;
-    const auto take = [this, &rank](std::string_view reply) {
+    const auto take = [this, &rank](const Meeting& found) {
       if (!acts(rank) || std::exchange(rank.met, true)) return;
-      const auto found = decoded<Meeting>(reply);
       if (found.missing > 0) {
         REQUIRE(found.ended == culprit_);
         return end(rank, 1);
@@ -255,14 +250,16 @@ class Simulation {
       report_often(rank);
       compute(rank);
     };
-    come(true, take);
-    at(milliseconds(1, 200), [this, &rank, come, take, id] {
+    send(rank, StoreOperation::meet, meets("g", true),
+         [take](std::string_view reply) { take(decoded<Meeting>(reply)); });
+    at(milliseconds(1, 200), [this, &rank, take, id] {
       if (!acts(rank) || rank.met) return;
       rank.replies.erase(id);  // the reply may be on its way
       send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
-      come(false, [this, &rank, take](std::string_view reply) {
-        const auto found = decoded<Meeting>(reply);
-        if (found.missing == 0 || found.ended >= 0) return take(reply);
+      const auto name = [](FrameWriter& out) { out.text("g"); };
+      send(rank, StoreOperation::summary, name, [this, &rank, take](std::string_view reply) {
+        const auto found = decoded<RunSummary>(reply).meeting;
+        if (found.over()) return take(found);
         if (!rank.met) meet(rank);
       });
     });
@@ -431,7 +428,7 @@ class Simulation {
         });
   }
   RunSummary summarize() {
-    const std::string bytes = std::string(FrameWriter().integer(static_cast<std::uint64_t>(size_)).payload());
+    const std::string bytes(FrameWriter().text("").payload());
     FrameReader in(bytes);
     CHECK(state_.serve(1, 1, StoreOperation::summary, in, now_));
     const auto sent = state_.take_outgoing();
@@ -473,31 +470,185 @@ TEST_CASE("the same with very many seeds", "[.release]") {
   simulate(10'000);
 }
 
-TEST_CASE("a rank that gives up its connection has not come to make a communicator") {
-  RunState state(1500ms);
-  const auto serve = [&](std::uint64_t rank, StoreOperation operation, auto fill) {
+// A store without a network: what it replies to connections, which are the ranks of those that join.
+struct Store {
+  using Replies = std::map<std::uint64_t, std::vector<std::pair<std::uint64_t, std::string>>>;
+
+  // Serves request `id` of a connection. Returns whether it is well formed.
+  bool serve(std::uint64_t connection, std::uint64_t id, StoreOperation operation, const Fill& fill) {
     FrameWriter out;
     fill(out);
     const std::string bytes(out.payload());
     FrameReader in(bytes);
-    CHECK(state.serve(rank + 1, 1, operation, in, {}));
-    auto sent = state.take_outgoing();
-    return sent.empty() ? std::string() : sent.back().frame.substr(13);
-  };
-  for (const int rank : {0, 1})
-    serve(static_cast<std::uint64_t>(rank), StoreOperation::join, [&](FrameWriter& out) {
-      out.value(rank).value(2).value(RankIdentity{.process = fmt::format("a pid {}", rank)}).value(true);
-    });
-  const auto meets = [](int rank, bool waits) {
-    return [=](FrameWriter& out) {
-      out.text("group").value(rank).value(std::vector<int>()).value(waits).value(true);
+    const bool good = state.serve(connection, id, operation, in, {});
+    for (auto& [to, frame] : state.take_outgoing()) {
+      FrameReader reply(std::string_view(frame).substr(4));
+      const auto answered = reply.integer();
+      for (const auto one : to) replies[one].push_back({answered, std::string(reply.rest().substr(1))});
+    }
+    return good;
+  }
+  void join(std::uint64_t connection, int rank, int size) {
+    const auto fill = [&](FrameWriter& out) {
+      out.value(rank).value(size).value(RankIdentity{.process = fmt::format("a pid {}", rank)}).value(true);
     };
-  };
-  CHECK(serve(0, StoreOperation::meet, meets(0, true)).empty());
-  serve(0, StoreOperation::leave, [](FrameWriter&) {});
-  const auto met = decoded<Meeting>(serve(1, StoreOperation::meet, meets(1, true)));
-  CHECK(met.missing == 1);
-  CHECK(met.ended == 0);
+    CHECK(serve(connection, 0, StoreOperation::join, fill));
+    replies.clear();
+  }
+  bool meet(std::uint64_t connection, std::uint64_t id, const std::string& name, bool lasts,
+            const std::vector<int>& ranks = {}) {
+    replies.clear();
+    return serve(connection, id, StoreOperation::meet, meets(name, lasts, ranks));
+  }
+  Meeting look(const std::string& name) {
+    Replies before = std::exchange(replies, {});
+    CHECK(serve(98, 1, StoreOperation::summary, [&](FrameWriter& out) { out.text(name); }));
+    const auto found = decoded<RunSummary>(replies[98].at(0).second).meeting;
+    replies = std::move(before);
+    return found;
+  }
+  void publish(const Event& event) {
+    replies.clear();
+    serve(99, 1, StoreOperation::publish, [&](FrameWriter& out) { out.value(event); });
+    replies.erase(99);
+  }
+  // The state of the meeting in the only reply to a connection.
+  Meeting met(std::uint64_t connection) {
+    REQUIRE(replies[connection].size() == 1);
+    return decoded<Meeting>(replies[connection][0].second);
+  }
+
+  RunState state{1500ms};
+  Replies replies;
+};
+
+TEST_CASE("a rank that gives up its connection has not come to make a communicator") {
+  Store store;
+  for (const int rank : {0, 1}) store.join(static_cast<std::uint64_t>(rank), rank, 2);
+  CHECK(store.meet(0, 1, "group", true));
+  CHECK(store.replies.empty());
+  store.serve(0, 2, StoreOperation::leave, [](FrameWriter&) {});
+  CHECK(store.meet(1, 1, "group", true));
+  CHECK(store.met(1).missing == 1);
+  CHECK(store.met(1).ended == 0);
+  CHECK(store.met(1).over());
+}
+
+TEST_CASE("two threads of a rank wait in one meeting, over one connection or two") {
+  Store store;
+  store.join(10, 0, 2);
+  store.join(11, 0, 2);
+  CHECK(store.meet(10, 1, "", true));
+  CHECK(store.meet(10, 2, "", true));
+  CHECK(store.meet(11, 1, "", true));
+  CHECK(store.replies.empty());
+  store.state.cancel(10, 2);
+  CHECK(store.look("").first_missing == std::vector<int>{1});
+  CHECK(store.serve(12, 0, StoreOperation::join, [](FrameWriter& out) {
+    out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(true);
+  }));
+  CHECK(store.met(10).met());
+  CHECK(store.replies[10][0].first == 1);
+  CHECK(store.met(11).met());
+  CHECK(store.meet(12, 1, "", true));  // a late asker
+  CHECK(store.met(12).met());
+  for (const std::uint64_t connection : {10, 11}) CHECK(store.meet(connection, 4, "g", false));
+  CHECK(store.replies.empty());
+  CHECK(store.meet(12, 2, "g", false));
+  for (const std::uint64_t connection : {10, 11, 12}) CHECK(store.met(connection).met());
+}
+
+TEST_CASE("only a rank that has joined comes to a meeting") {
+  Store store;
+  store.join(10, 0, 2);
+  CHECK_FALSE(store.meet(77, 1, "", true));
+  CHECK_FALSE(store.meet(77, 1, "g", true));
+  CHECK(store.look("").missing == 1);
+  // Nor has a process that joins to tell its failure alone.
+  CHECK(store.serve(11, 0, StoreOperation::join, [](FrameWriter& out) {
+    out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(false);
+  }));
+  CHECK_FALSE(store.meet(11, 1, "", true));
+  CHECK(store.look("").missing == 1);
+}
+
+TEST_CASE("the ranks of a group may be in any order, and one that is none of them is not counted") {
+  Store store;
+  for (int rank = 0; rank < 6; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 6);
+  const std::vector<int> ranks{4, 1, 3};
+  for (const std::uint64_t rank : {0, 5, 2, 3}) CHECK(store.meet(rank, 1, "g", true, ranks));
+  CHECK(store.look("g").first_missing == std::vector<int>{4, 1});
+  CHECK(store.meet(4, 1, "g", true, ranks));
+  CHECK(store.look("g").first_missing == std::vector<int>{1});
+  store.state.cancel(4, 1);
+  CHECK(store.meet(1, 1, "g", true, ranks));
+  for (const std::uint64_t rank : {0, 1, 2, 3, 5}) CHECK(store.met(rank).met());
+  CHECK(store.look("g").met());
+  CHECK(store.meet(4, 2, "g", true, ranks));  // it is known to be made
+  CHECK(store.met(4).met());
+}
+
+TEST_CASE("a meeting in which nobody waits, and no coming lasts, is forgotten") {
+  Store store;
+  for (int rank = 0; rank < 3; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 3);
+  CHECK(store.meet(0, 1, "g", false));
+  CHECK(store.look("g").missing == 2);
+  store.state.cancel(0, 1);
+  CHECK(store.look("g").lowest == -1);
+  CHECK(store.meet(1, 1, "g", true));
+  store.state.cancel(1, 1);  // its coming lasts
+  CHECK(store.look("g").lowest == 1);
+  CHECK(store.look("g").first_missing == std::vector<int>{0, 2});
+  // So is one that has ended without all ranks, each time.
+  store.publish({.kind = Event::ended, .rank = 2, .failure = {.code = 3}});
+  for (int times = 0; times < 70'000; ++times) {
+    if (!store.meet(0, 2, fmt::format("throws {}", times), false)) FAIL("it is kept");
+    if (store.replies[0].size() != 1) FAIL("it waits");
+  }
+  CHECK(store.met(0).ended == 2);
+  CHECK(store.met(0).exit_code == 3);
+}
+
+TEST_CASE("a failure or a refusal ends the rendezvous, and the first end of it stays") {
+  const Event failed{.failure = {.rank = 1, .message = "boom"}};
+  const Event refused{.kind = Event::refused, .failure = {.cause = 2, .message = "it is late"}};
+  const Event ended{.kind = Event::ended, .rank = 1, .failure = {.code = 0}};
+  for (const auto& [first, second] : {std::pair(failed, refused), {refused, failed}, {ended, failed}}) {
+    Store store;
+    store.publish({.kind = Event::connected, .rank = 0});  // before any has joined
+    store.join(10, 0, 3);
+    CHECK(store.meet(10, 1, "", true));
+    CHECK(store.replies.empty());
+    store.publish(first);
+    CHECK(store.met(10).over());
+    CHECK_FALSE(store.met(10).met());
+    CHECK(store.met(10).ended == (first.kind == Event::ended ? 1 : -1));
+    store.publish(second);
+    CHECK(store.replies.empty());
+    store.join(11, 2, 3);
+    CHECK(store.meet(11, 1, "", true));
+    const auto late = store.met(11);
+    CHECK(late.over());
+    REQUIRE(late.end.has_value() == (first.kind != Event::ended));
+    if (late.end) CHECK(late.end->failure.message == first.failure.message);
+  }
+  Store store;  // that it has not ended before any has joined
+  store.publish(failed);
+  store.join(10, 0, 3);
+  CHECK(store.meet(10, 1, "", true));
+  REQUIRE(store.met(10).end.has_value());
+}
+
+TEST_CASE(
+    "once all ranks have joined, a process that is refused ends nothing, and the ranks are told of it") {
+  Store store;
+  for (int rank = 0; rank < 2; ++rank) store.join(static_cast<std::uint64_t>(rank), rank, 2);
+  store.serve(0, 1, StoreOperation::subscribe, [](FrameWriter& out) { out.value(0); });
+  store.publish({.kind = Event::refused, .failure = {.message = "a second rank 1"}});
+  REQUIRE(store.replies[0].size() == 1);
+  CHECK(store.replies[0][0].first == push_id);
+  CHECK(store.meet(1, 1, "", true));
+  CHECK(store.met(1).met());
 }
 
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {

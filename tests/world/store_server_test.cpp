@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "support/catch.hpp"
@@ -30,41 +29,31 @@ struct Client {
   explicit Client(const StoreEndpoint& endpoint, std::chrono::milliseconds timeout = 20s)
       : connection(endpoint, timeout), timeout(timeout) {}
 
-  template <class Fill>
-  std::string ask(StoreOperation operation, Fill fill) {
-    return connection.request(operation, StoreConnection::Clock::now() + timeout, fill);
+  template <class... Arguments>
+  std::string ask(StoreOperation operation, const Arguments&... arguments) {
+    return connection.request(operation, StoreConnection::Clock::now() + timeout, nullptr, arguments...);
   }
   void set(const std::string& key, const std::string& value) {
-    ask(StoreOperation::set, [&](FrameWriter& out) { out.value(Strings{key}).value(Strings{value}); });
+    ask(StoreOperation::set, Strings{key}, Strings{value});
   }
   std::string get(const std::string& key) {
-    const auto reply = ask(StoreOperation::get, [&](FrameWriter& out) { out.value(Strings{key}); });
+    const auto reply = ask(StoreOperation::get, Strings{key});
     return std::string(FrameReader(reply).text());
   }
-  void wait(const Strings& keys) {
-    ask(StoreOperation::wait, [&](FrameWriter& out) { out.value(keys); });
-  }
-  bool check(const Strings& keys) {
-    return ask(StoreOperation::check, [&](FrameWriter& out) { out.value(keys); }) == std::string(1, '\1');
-  }
+  void wait(const Strings& keys) { ask(StoreOperation::wait, keys); }
+  bool check(const Strings& keys) { return ask(StoreOperation::check, keys) == std::string(1, '\1'); }
   std::int64_t add(const std::string& key, std::int64_t amount) {
-    const auto reply = ask(StoreOperation::add, [&](FrameWriter& out) {
-      out.text(key).integer(static_cast<std::uint64_t>(amount));
-    });
-    return static_cast<std::int64_t>(FrameReader(reply).integer());
+    return decoded<std::int64_t>(ask(StoreOperation::add, key, amount));
   }
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
-    return ask(StoreOperation::compare_set,
-               [&](FrameWriter& out) { out.text(key).text(expected).text(desired); });
+    return ask(StoreOperation::compare_set, key, expected, desired);
   }
 
   [[nodiscard]] RunClient run() { return {connection, timeout}; }
   // Joins a run of 3 ranks as a process that will be killed.
   std::string join(int rank, const std::string& process) {
-    const auto reply = ask(StoreOperation::join, [&](FrameWriter& out) {
-      out.value(rank).value(3).value(RankIdentity{process}).byte(1);
-    });
-    return decoded<JoinAnswer>(reply).rank.identity->process;
+    return decoded<JoinAnswer>(ask(StoreOperation::join, rank, 3, RankIdentity{process}, true))
+        .rank.identity->process;
   }
 
   StoreConnection connection;
@@ -128,7 +117,7 @@ TEST_CASE("the store keeps what its clients set") {
   CHECK(one.add("n", 5) == 5);
   CHECK(other.add("n", -7) == -2);
   CHECK(one.get("n") == "-2");
-  const auto erase = [&] { return one.ask(StoreOperation::erase, [](FrameWriter& out) { out.text("a"); }); };
+  const auto erase = [&] { return one.ask(StoreOperation::erase, "a"); };
   CHECK(erase() == std::string(1, '\1'));
   CHECK(erase() == std::string(1, '\0'));
 }
@@ -180,7 +169,7 @@ TEST_CASE("threads that share a connection do not wait for each other") {
   std::thread interrupted([&] {
     CHECK_THROWS_AS(shared.connection.request(
                         StoreOperation::wait, StoreConnection::Clock::now() + 20s,
-                        [](FrameWriter& out) { out.value(Strings{"never"}); }, [&] { return over.load(); }),
+                        [&] { return over.load(); }, Strings{"never"}),
                     StoreError);
   });
   std::this_thread::sleep_for(20ms);
@@ -206,13 +195,23 @@ Strings pushed_to(Client& client, std::size_t enough, std::chrono::milliseconds 
       StoreConnection::Clock::now() + most, [&] { return words.size() >= enough; });
   return words;
 }
+// Blocks until the rendezvous has ended. Returns the failure that has ended it.
+lockstep::Failure failure_of_run(Client& client, int rank) {
+  client.join(rank, "nodeA pid 7");
+  const Meeting met = client.run().meet("", {}, true);
+  CHECK(met.over());
+  CHECK_FALSE(met.met());
+  REQUIRE(met.end.has_value());
+  CHECK(met.end->kind == Event::failed);
+  return met.end->failure;
+}
 }  // namespace
 
 TEST_CASE("subscribers are sent the events, of failures the first, in one order") {
   const Served served;
   Client publisher(served.endpoint), early(served.endpoint), late(served.endpoint);
   const auto subscribe = [](Client& client, std::uint64_t rank) {
-    client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
+    client.ask(StoreOperation::subscribe, rank);
   };
   const auto publish = [&](const Event& event) { return publisher.run().publish(event); };
   subscribe(early, 1);
@@ -232,10 +231,9 @@ TEST_CASE("subscribers are sent the events, of failures the first, in one order"
 TEST_CASE("who asks gets the last reports with their ages, and the ranks are asked to report again, once") {
   const Served served;
   Client asked(served.endpoint), one(served.endpoint);
-  asked.ask(StoreOperation::subscribe, [](FrameWriter& out) { out.value(7); });
+  asked.ask(StoreOperation::subscribe, 7);
   const std::vector<RankPosition> positions{{"g", {.operation = "barrier", .sequence = 3}}};
-  asked.connection.post(StoreOperation::report,
-                        [&](FrameWriter& out) { out.value(positions).value(std::vector<CallMarks>{}); });
+  asked.connection.post(StoreOperation::report, positions, std::vector<CallMarks>{});
   asked.check({"k"});  // the server has read it
   for (int times = 0; times < 2; ++times) {
     const auto reports = one.run().reports("g", {7, 9});
@@ -253,16 +251,15 @@ TEST_CASE(
   const Served served;
   Client one(served.endpoint), two(served.endpoint);
   const auto report = [](Client& client, std::uint64_t rank, std::uint64_t hash) {
-    client.ask(StoreOperation::subscribe, [&](FrameWriter& out) { out.integer(rank); });
+    client.ask(StoreOperation::subscribe, rank);
     const std::vector<CallMarks> marks{{"g", 2, {{5, 1}, {6, hash}}}};
-    client.connection.post(StoreOperation::report,
-                           [&](FrameWriter& out) { out.value(std::vector<RankPosition>{}).value(marks); });
+    client.connection.post(StoreOperation::report, std::vector<RankPosition>{}, marks);
     client.check({"k"});  // the server has read it
   };
   const auto send = [](Client& client, const char* operation, std::uint64_t hash) {
     const std::vector<RecordedCall> calls{{1, "barrier", {.operation = "barrier", .sequence = 5}},
                                           {hash, operation, {.operation = operation, .sequence = 6}}};
-    client.connection.post(StoreOperation::calls, [&](FrameWriter& out) { out.text("g").value(calls); });
+    client.connection.post(StoreOperation::calls, "g", calls);
   };
   report(one, 1, 7);
   report(two, 2, 8);
@@ -270,13 +267,12 @@ TEST_CASE(
   CHECK(pushed_to(two, 1) == Strings{"calls"});
   send(one, "all_reduce", 7);
   send(two, "broadcast", 8);
-  const Outcome outcome = one.run().outcome();
-  CHECK(outcome.kind == Outcome::failed);
-  CHECK(outcome.failure.kind == lockstep::FailureKind::mismatch);
-  CHECK(outcome.failure.rank == 1);
-  CHECK(outcome.failure.cause == 2);
-  CHECK(outcome.failure.call.operation == "all_reduce");
-  CHECK(outcome.failure.call.sequence == 6);
+  const auto failure = failure_of_run(one, 1);
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.operation == "all_reduce");
+  CHECK(failure.call.sequence == 6);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {
@@ -298,7 +294,7 @@ TEST_CASE("values that are too large are refused") {
   CHECK_THROWS_WITH(client.set("k", std::string(max_frame_bytes, 'v')), ContainsSubstring("is too large"));
   const Strings keys{"a", "b"};
   for (const std::string& key : keys) client.set(key, std::string(max_frame_bytes / 2, 'v'));
-  CHECK_THROWS_WITH(client.ask(StoreOperation::get, [&](FrameWriter& out) { out.value(keys); }),
+  CHECK_THROWS_WITH(client.ask(StoreOperation::get, keys),
                     ContainsSubstring("the store at 127.0.0.1:") && ContainsSubstring("are too large"));
   CHECK(client.get("b").size() == max_frame_bytes / 2);
 }
@@ -312,14 +308,12 @@ TEST_CASE(
   const std::size_t most = max_store_bytes / large.size() - 1;
   for (std::size_t i = 0; i < most; ++i) client.set(std::to_string(i), large);
   const Strings keys{"0", "new"}, values{"other", std::string(large.size(), 'w')};
-  const auto set = [&] {
-    client.ask(StoreOperation::set, [&](FrameWriter& out) { out.value(keys).value(values); });
-  };
+  const auto set = [&] { client.ask(StoreOperation::set, keys, values); };
   client.set("last", std::string(large.size() / 2, 'v'));
   CHECK_THROWS_AS(set(), StoreError);
   CHECK(client.get("0") == large);
   CHECK_FALSE(client.check({"new"}));
-  client.ask(StoreOperation::erase, [](FrameWriter& out) { out.text("1"); });
+  client.ask(StoreOperation::erase, "1");
   set();
   CHECK(client.get("0") == "other");
 }
@@ -356,10 +350,9 @@ TEST_CASE("a rank whose connection closes before its first communicator ends the
     rank.join(1, "nodeB pid 811");
   });
   thread.join();
-  const Outcome outcome = other.run().outcome();
-  CHECK(outcome.kind == Outcome::failed);
-  CHECK(outcome.failure.kind == lockstep::FailureKind::died);
-  CHECK(outcome.failure.rank == 1);
+  const auto failure = failure_of_run(other, 0);
+  CHECK(failure.kind == lockstep::FailureKind::died);
+  CHECK(failure.rank == 1);
   CHECK(other.run().members({1}).at(0).lost);
   CHECK(other.join(1, "nodeB pid 812") == "nodeB pid 811");
 }

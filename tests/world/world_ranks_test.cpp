@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/ranks.hpp"
 

@@ -18,8 +18,8 @@
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
+#include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/rank_view.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 

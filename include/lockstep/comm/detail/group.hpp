@@ -100,32 +100,31 @@ class Group {
   void join() {
     if (!plane_) return;
     const Call call = making();
+    const auto needed = size() == world_.size() ? std::vector<int>() : ranks();
+    const auto end = call.start + timeout_;
     auto next_warning = call.start + first_warning();
-    // Returns whether all have come.
-    const auto together = [&](const std::optional<Meeting>& met) {
-      if (!met || (met->missing > 0 && met->ended < 0)) return false;
-      if (met->missing == 0) return true;
-      // The rank has published its reason before.
-      if (met->exit_code != 0) (void)plane_->await_failure(news_timeout);
-      throw_if_failed(call);
-      std::rethrow_exception(peer_error(end_of(call, met->ended, met->exit_code), call));
-    };
-    while (!together(meet(call, std::min(call.start + timeout_, next_warning), true))) {
-      throw_if_failed(call);
+    for (bool waits = true;; waits = !waits) {  // for the others, and then asks who is missing
       const auto now = Clock::now();
-      const bool over = now >= call.start + timeout_;
-      const auto met = meet(call, soon(), false);
-      if (together(met)) return;
+      const auto met = ask_until(call, waits ? std::min(end, next_warning) : soon(), [&](RunClient run) {
+        return waits ? run.meet(name(), needed, /*lasts=*/true) : run.summary(name()).meeting;
+      });
+      if (met && met->met()) return;
+      // A rank that has ended has published its reason before. The store may have been lost since then.
+      if (met && met->ended >= 0) {
+        const auto known = plane_->await_failure(met->exit_code != 0 ? news_timeout : Milliseconds(0));
+        if (!known || known->store_lost)
+          std::rethrow_exception(peer_error(end_of(call, met->ended, met->exit_code), call));
+      }
+      throw_if_failed(call);
+      if (waits) continue;
       std::string text = not_made(call);
       if (met)
         text =
-            formatted("rank{} {} {} not come to make {} after {}", met->missing == 1 ? "" : "s",
-                      joined(met->first_missing, ", ", " and ",
-                             met->missing > met->first_missing.size() ? 4 : met->missing, met->missing),
+            formatted("{} {} not come to make {} after {}", met->missing_text(),
                       met->missing == 1 ? "has" : "have", making_text(call), duration_text(now - call.start));
       else
         text += silence();
-      if (over) throw timeout_error(call, text, met ? met->first_missing : std::vector<int>());
+      if (now >= end) throw timeout_error(call, text, met ? met->first_missing : std::vector<int>());
       if (met ? met->lowest == world_.rank() : world_.local_rank() == 0)
         world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
       next_warning = call.start + 2 * (now - call.start);
@@ -306,12 +305,6 @@ class Group {
     if (over) return std::nullopt;
     throw CommunicationError(formatted("{} fails: {}", store_text(world_.environment()), reason),
                              world_.rank());
-  }
-  // Comes to the meeting of the group. Returns who has come, or std::nullopt at `until`.
-  std::optional<Meeting> meet(const Call& call, Clock::time_point until, bool waits) {
-    const auto needed = size() == world_.size() ? std::vector<int>() : ranks();
-    return ask_until(call, until,
-                     [&](RunClient run) { return run.meet(name(), world_.rank(), needed, waits, true); });
   }
   // Throws the TimeoutError of a call that the store has not answered in time.
   [[noreturn]] void throw_store_timeout(const Call& call) const {

@@ -9,8 +9,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/host_share.hpp"
-#include "lockstep/world/detail/run_client.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
@@ -38,7 +37,7 @@ LOCKSTEP_INLINE void agree_on_device(const World& world, DeviceKind kind) {
   Group group(world, {world.rank()}, "lockstep/device", default_timeout(std::chrono::minutes(5)));
   const std::string first = group.ask(Group::making(), [&](RunClient run) {
     const auto call = run.add(store_keys::calls_of_rank("device", world.rank()), 1);
-    return run.compare_set(store_keys::device(call), {}, own);
+    return run.compare_set(formatted("lockstep/device/{}", call), {}, own);
   });
   if (first.substr(0, 4) != own.substr(0, 4))
     throw MismatchError(

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,7 +13,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -26,8 +24,7 @@
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/rank_view.hpp"
-#include "lockstep/world/detail/run_client.hpp"
+#include "lockstep/world/detail/launcher_watch.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
@@ -64,19 +61,15 @@ class ControlPlane {
       for (const auto& [connection, plane] : registry().second)
         if (auto known = plane.lock()) planes.push_back(std::move(known));
     }
-    const auto end = Clock::now() + mismatch_timeout;
-    for (const auto& plane : planes) plane->report();
     for (const auto& plane : planes)
-      if (const auto failure = plane->await_failure(std::chrono::floor<Milliseconds>(end - Clock::now()));
-          failure && failure->kind == FailureKind::mismatch)
-        return failure->message;
+      if (const auto failure = plane->await_mismatch()) return failure->message;
     return {};
   }
 
   /// Subscribes rank `rank` of the run.
   explicit ControlPlane(int rank, std::shared_ptr<StoreConnection> connection, End end = nullptr)
       : rank_(rank), connection_(std::move(connection)), end_(end) {
-    connection_->post(StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
+    connection_->post(StoreOperation::subscribe, rank);
     thread_ = std::thread([this] { listen(); });
   }
   ~ControlPlane() {
@@ -93,8 +86,7 @@ class ControlPlane {
     connection_->wake();
     thread_.join();
     const std::lock_guard lock(registry().first);  // another one may have subscribed since
-    if (registry().second[connection_.get()].expired())
-      connection_->post(StoreOperation::subscribe, [](FrameWriter& out) { out.value(-1); });
+    if (registry().second[connection_.get()].expired()) connection_->post(StoreOperation::subscribe, -1);
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;
@@ -102,10 +94,7 @@ class ControlPlane {
   /// Returns a number that grows with each event. Costs one atomic read.
   [[nodiscard]] std::uint64_t version() const noexcept { return version_.load(std::memory_order_acquire); }
 
-  [[nodiscard]] std::optional<KnownFailure> failure() const {
-    std::lock_guard lock(mutex_);
-    return view_.failure;
-  }
+  [[nodiscard]] std::optional<KnownFailure> failure() const { return await_failure(Milliseconds(0)); }
 
   /// Records that the program knows of the failure. Under `launch` a process that has not called this within two seconds
   /// of a failure is ended.
@@ -148,21 +137,19 @@ class ControlPlane {
 
   /// Returns a client of the run each call on which ends at `until`, or once another rank has failed.
   [[nodiscard]] RunClient client(Clock::time_point until) const {
-    return {*connection_, until, [this] { return failed_elsewhere(); }};
+    return {*connection_, until, [this] { return failed_elsewhere_.load(); }};
   }
 
   /// Publishes an event to every rank, of failures the first. Does not block.
   void publish(const Event& event) noexcept {
-    if (!failed_elsewhere())
-      connection_->post(StoreOperation::publish, [&](FrameWriter& out) { out.value(event); });
+    if (!failed_elsewhere_) connection_->post(StoreOperation::publish, event);
   }
   /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
   /// `until`.
   bool publish_departure(const ReportedGroup& group, Clock::time_point until) try {
     report();
-    const Event event{
-        .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
-    client(until).publish(event);
+    client(until).publish(
+        {.kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()});
     return true;
   } catch (const StoreError&) {
     return Clock::now() < until;  // another rank has failed, or the store is gone
@@ -191,18 +178,26 @@ class ControlPlane {
   /// a machine short of cores, `timeout` extends to `most`.
   [[nodiscard]] Answers ask(const ReportedGroup& group, Milliseconds timeout, Milliseconds most) {
     const auto since = Clock::now();
-    const auto over = [this] { return failed_elsewhere(); };
+    const auto over = [this] { return failed_elsewhere_.load(); };
     Question question(group.ranks, rank_, since, timeout, most);
+    // Called under the lock.
+    const auto read = [&](int rank, const std::vector<RankPosition>& positions, Answers& answers) {
+      FailedCall& position = answers.positions[rank];
+      if (position.operation.empty()) position.operation = no_operation;
+      for (const auto& [name, there] : positions) {
+        if (name == group.name) position = there;
+        for (const auto& known : groups_)
+          if (name != group.name && known->name == name && there.sequence > known->position().sequence)
+            answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
+      }
+    };
     report();
     for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
         const auto reply =
             client(std::max(since + most, asked + news_timeout)).reports(group.name, group.ranks);
-        const auto read = [&](int rank, const auto& positions, Answers& answers) {
-          take(positions, group, rank, answers);
-        };
-        if (question.take(reply, asked, Clock::now(), read)) break;
         std::unique_lock lock(mutex_);
+        if (question.take(reply, asked, Clock::now(), read)) break;
         changed_.wait_for(lock, pause, over);
       } catch (const StoreError&) {  // the store does not answer
         break;
@@ -225,7 +220,7 @@ class ControlPlane {
         if (auto found = group->new_marks()) marks.push_back(std::move(*found));
       }
     }
-    connection_->post(StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
+    connection_->post(StoreOperation::report, positions, marks);
   } catch (const std::exception&) {  // no memory
   }
   /// Returns the failure of ranks that have made different calls once the store has found it, within 2.5 s.
@@ -260,9 +255,6 @@ class ControlPlane {
   };
 
  private:
-  // Returns whether nothing more can be learned. The store may then disappear at any moment.
-  [[nodiscard]] bool failed_elsewhere() const { return failed_elsewhere_.load(); }
-
   using Registry = std::pair<std::mutex, std::map<StoreConnection*, std::weak_ptr<ControlPlane>>>;
   // Never destroyed: a control plane may end with the process.
   LOCKSTEP_PROCESS_WIDE static Registry& registry() {
@@ -270,32 +262,15 @@ class ControlPlane {
     return *known;
   }
 
-  void take(const std::vector<RankPosition>& positions, const ReportedGroup& group, int rank,
-            Answers& answers) const {
-    FailedCall& position = answers.positions[rank];
-    if (position.operation.empty()) position.operation = no_operation;
-    std::lock_guard lock(mutex_);
-    for (const auto& [name, there] : positions) {
-      if (name == group.name) {
-        position = there;
-        continue;
-      }
-      for (const auto& known : groups_)
-        if (known->name == name && there.sequence > known->position().sequence)
-          answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
-    }
-  }
-
   void listen() noexcept {
-    const auto over = [&] {
-      return stopping_ || failed_elsewhere();
-    };  // also called under the connection's lock
+    const auto over = [&] { return stopping_ || failed_elsewhere_; };  // also under the connection's lock
     try {
       for (auto until = Clock::now(); !over();) {
         connection_->serve([&](StorePush kind, FrameReader& in) { take(kind, in); }, until,
                            [&] { return over() || due_soon_.exchange(false); });
         report();
-        if (end_) watch_launcher();
+        if (end_)
+          if (auto stopped = launcher_.look(rank_)) end_(std::move(*stopped));
         std::lock_guard lock(mutex_);
         until = end_due_messages();
       }
@@ -333,7 +308,7 @@ class ControlPlane {
         for (const auto& group : groups_)
           if (group->name == name) calls = group->last_calls();
       }
-      connection_->post(StoreOperation::calls, [&](FrameWriter& out) { out.text(name).value(calls); });
+      connection_->post(StoreOperation::calls, name, calls);
     }
   }
 
@@ -374,43 +349,22 @@ class ControlPlane {
   // otherwise outlive the other ranks.
   void end_unless_noticed() {
     std::unique_lock lock(mutex_);
-    if (!failed_elsewhere() || !end_) return;
+    if (!failed_elsewhere_ || !end_) return;
     const bool told = changed_.wait_for(lock, notice_limit, [&] { return stopping_ || noticed_; });
     if (!told) end_(failure_of(error_of(*view_.failure, rank_, {})));
-  }
-  // Ends this process once its launcher has been stopped for heartbeat_timeout(): it relays no output, and reaps nobody.
-  void watch_launcher() {
-    if (report_descriptor() < 0) return;
-    const auto now = Clock::now();
-    std::string status;
-    std::getline(std::ifstream(formatted("/proc/{}/stat", getppid())), status);
-    // Behind the name, which may contain anything. Time in which this process itself was stopped does not count.
-    const bool stopped = status.find(") T ") != std::string::npos && now - looked_ < 4 * report_interval;
-    looked_ = now;
-    if (!stopped) stopped_since_ = now;
-    if (now - stopped_since_ < heartbeat_) return;
-    const auto time = std::chrono::floor<std::chrono::seconds>(now - stopped_since_).count();
-    end_({.kind = FailureKind::timed_out,
-          .rank = rank_,
-          .pid = getpid(),
-          .message = formatted(
-              "its launcher (pid {}) has been stopped for {} s (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds "
-              "back the output of its ranks: continue it in time (`kill -CONT {}`)",
-              getppid(), time, getppid()),
-          .time = monotonic_nanoseconds()});
   }
 
   const int rank_;
   const pid_t owner_ = getpid();
   const std::shared_ptr<StoreConnection> connection_;
   const End end_;
-  const Milliseconds heartbeat_ = heartbeat_timeout();
-  Clock::time_point looked_{}, stopped_since_ = Clock::now();  // of the launcher
-  std::mutex reporting_;                                       // locked before mutex_
+  LauncherWatch launcher_;
+  std::mutex reporting_;  // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers
   std::atomic<std::uint64_t> version_{0};
-  std::atomic<bool> stopping_{false}, failed_elsewhere_{false}, due_soon_{false};
+  std::atomic<bool> stopping_{false}, due_soon_{false};
+  std::atomic<bool> failed_elsewhere_{false};  // nothing more can be learned: the store may disappear
   bool noticed_ = false;
   RankView view_{rank_};
   std::vector<std::shared_ptr<ReportedGroup>> groups_;

@@ -1,16 +1,26 @@
 #pragma once
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
+/// What happens in a run, and what one rank concludes from it. Without a clock, a thread or a socket: the time is an
+/// argument.
 namespace lockstep::detail {
 
 /// What happens in a run. The store takes events in one order, and sends those to every rank that it must know.
@@ -19,7 +29,7 @@ struct Event {
     failed,     ///< a rank has failed: `failure`; of these the ranks are sent the first
     aborted,    ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
     departed,   ///< a rank has left `group` after its collective `position`
-    refused,    ///< a process may not join for the reason in `failure`; `rank` alone is late, or -1
+    refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
     ended       ///< a rank has ended with exit code `failure.code`; it is not sent on
   };
@@ -54,29 +64,167 @@ template <>
 inline constexpr auto fields_of<RankReport> =
     std::tuple{&RankReport::age, &RankReport::positions, &RankReport::left, &RankReport::exit_code};
 
-/// Some ranks that come to one place, as the members of a communicator that is made.
+/// The state of a meeting: some ranks come to one place, as all do that join the run, and the members of a communicator that
+/// is made.
 struct Meeting {
   std::size_t missing = 0;  // how many have not come
   std::vector<int> first_missing = {};
   int lowest = -1;                // of those that have come
   int ended = -1, exit_code = 0;  // the first that has ended without coming, or -1
-};
-template <>
-inline constexpr auto fields_of<Meeting> = std::tuple{&Meeting::missing, &Meeting::first_missing,
-                                                      &Meeting::lowest, &Meeting::ended, &Meeting::exit_code};
+  std::optional<Event> end = {};  // what has ended the meeting of all ranks: a failure, or a refusal
+  bool several_hosts = false;     // of all ranks, if all have joined
 
-/// How a rendezvous has ended, for the ranks that wait for it.
-struct Outcome {
-  enum Kind : std::uint8_t { complete, failed, ended, refused } kind = complete;
-  int rank = -1;               // that has ended with exit code 0 before it signed in, or alone was late
-  bool several_hosts = false;  // of the ranks, if all have joined
-  std::string text = {};       // of a refusal
-  Failure failure = {};        // of the rank that has failed
+  /// Returns whether nobody waits in it any longer.
+  [[nodiscard]] bool over() const { return missing == 0 || ended >= 0 || end; }
+  /// Returns whether all have come.
+  [[nodiscard]] bool met() const { return missing == 0 && !end; }
+  /// Returns "rank 2", "ranks 1 and 2", or "ranks 1, 2, 3, 4 and 60 more".
+  [[nodiscard]] std::string missing_text() const {
+    const std::size_t shown = missing > first_missing.size() ? 4 : missing;
+    return (missing == 1 ? "rank " : "ranks ") + joined(first_missing, ", ", " and ", shown, missing);
+  }
 };
 template <>
-inline constexpr Outcome::Kind last_of<Outcome::Kind> = Outcome::refused;
+inline constexpr auto fields_of<Meeting> =
+    std::tuple{&Meeting::missing,   &Meeting::first_missing, &Meeting::lowest,       &Meeting::ended,
+               &Meeting::exit_code, &Meeting::end,           &Meeting::several_hosts};
+
+/// What the store knows of a run.
+struct RunSummary {
+  std::optional<Failure> failure{};  // the first
+  std::size_t ended = 0;             // how many ranks have ended
+  std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
+  std::string hints = {};            // what may keep ranks from joining
+  Meeting meeting = {};              // that was asked for; one that all have come to if it is not kept
+};
 template <>
-inline constexpr auto fields_of<Outcome> =
-    std::tuple{&Outcome::kind, &Outcome::rank, &Outcome::several_hosts, &Outcome::text, &Outcome::failure};
+inline constexpr auto fields_of<RunSummary> = std::tuple{
+    &RunSummary::failure, &RunSummary::ended, &RunSummary::quiet, &RunSummary::hints, &RunSummary::meeting};
+
+/// The reason of a rank whose stack an exception unwinds, past a communicator.
+inline const std::string by_exception = "an exception, which its own output names, has ended it";
+
+/// The first failure of a run as one rank knows it, after which no collective can complete.
+struct KnownFailure : Failure {
+  bool store_lost = false;  // the store is gone, so the process that hosts it has ended
+};
+
+/// What a rank knows of the others from the events that it was sent.
+struct RankView {
+  int rank = -1;
+  std::optional<KnownFailure> failure = {};
+  std::map<std::string, std::map<int, FailedCall>> departed =
+      {};                                       // by group: rank 0, and ranks that this one may wait for
+  std::map<std::string, Failure> aborted = {};  // groups, by another rank
+
+  void learn(const Event& event) {
+    if (event.kind == Event::failed && !failure) failure = KnownFailure{event.failure};
+    if (event.kind == Event::departed) departed[event.group][event.rank] = event.position;
+    if (event.kind != Event::aborted || event.rank == rank || failure) return;
+    Failure reason = event.failure;
+    if (reason.message.empty()) {  // the exception may have ended another group just before
+      reason.message = by_exception;
+      for (const auto& [group, other] : aborted)
+        if (other.rank == event.rank && reason.time - other.time < 1'000'000'000)
+          reason.message = other.message;
+    }
+    aborted.try_emplace(event.group, std::move(reason));
+  }
+  /// Returns whether nothing more can be learned: another rank has failed, or every rank throws.
+  [[nodiscard]] bool over() const {
+    return failure && (failure->rank != rank || failure->kind == FailureKind::mismatch);
+  }
+  /// Returns the failure of a rank that has left `group` before the collective `call`.
+  [[nodiscard]] std::optional<Failure> left_before(const std::string& group, const FailedCall& call) const {
+    const auto gone = departed.find(group);
+    if (gone == departed.end() || call.peer >= 0) return std::nullopt;
+    for (const auto& [other, last] : gone->second)
+      if (other != rank && last.sequence < call.sequence)
+        return left_early(other, last.sequence == 0 ? "no collective" : text_of(last), rank, call);
+    return std::nullopt;
+  }
+};
+
+/// A collective of another group that a rank has entered, and the asking rank, which is in that group, has not.
+struct Elsewhere {
+  std::string group;
+  FailedCall position;
+};
+
+/// What the other ranks of a group have reported since they were asked for it; ranks are global.
+struct Answers {
+  bool store_answers = false;             // the store has answered since the question was asked
+  bool store_left = false;                // the store's host has left gracefully; the store may be gone
+  bool conclusive = false;                // a rank that has not answered had enough time to
+  std::map<int, FailedCall> positions{};  // last collectives; without the ranks that have not answered
+  std::map<int, Elsewhere> elsewhere{};
+  std::set<int> lost{};              // whose connection to the store has ended
+  std::map<int, FailedCall> left{};  // last collectives of those that have left the group
+  std::map<int, int> exit_codes{};   // of those that have ended
+};
+
+/// The reports of ranks since one of them was first asked for.
+class Question {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  /// It is over once every rank has reported, or after `timeout`; while reports still arrive, or the store is slow, as on
+  /// a machine short of cores, after `most`.
+  Question(std::vector<int> ranks, int own, Time begin, Milliseconds timeout, Milliseconds most)
+      : ranks_(std::move(ranks)), own_(own), begin_(begin), last_(begin), timeout_(timeout), most_(most) {}
+
+  [[nodiscard]] const std::vector<int>& ranks() const { return ranks_; }
+  [[nodiscard]] Answers& answers() { return answers_; }
+
+  /// Takes the answer to RunClient::reports, which was sent at `asked` and came at `now`; `read(rank, positions, answers)`
+  /// takes each new report. Returns whether the question is over.
+  template <class Read>
+  bool take(const std::vector<RankReport>& answer, Time asked, Time now, Read&& read) {
+    std::size_t fresh = 0;
+    for (std::size_t i = 0; i < std::min(answer.size(), ranks_.size()); ++i) {
+      const int rank = ranks_[i];
+      const RankReport& known = answer[i];
+      if (known.left) answers_.left[rank] = *known.left;
+      if (known.exit_code) answers_.exit_codes[rank] = *known.exit_code;
+      if (known.age < 0) answers_.lost.insert(rank);
+      if (known.age < 0 || Milliseconds(known.age) > asked - begin_) continue;
+      ++fresh;
+      if (rank == own_)  // shows that the store and this process keep up
+        answers_.store_answers = true;
+      else
+        read(rank, known.positions, answers_);
+    }
+    if (std::exchange(reports_, fresh) < fresh) last_ = now;
+    answers_.conclusive = answers_.store_answers && now >= begin_ + timeout_ && now >= last_ + trickle;
+    return fresh == ranks_.size() || answers_.conclusive || now >= begin_ + most_;
+  }
+
+ private:
+  std::vector<int> ranks_;
+  int own_;
+  Time begin_, last_;
+  Milliseconds timeout_, most_;
+  std::size_t reports_ = 0;
+  Answers answers_;
+};
+
+/// For how long ranks have been silent.
+class Silence {
+ public:
+  using Duration = std::chrono::steady_clock::duration;
+
+  /// Adds a look that found `silent`, `gap` after the last one. Returns who has been silent for `limit`, and how long.
+  std::optional<std::pair<int, Duration>> add(const std::set<int>& silent, Duration gap, Duration limit) {
+    std::map<int, Duration> known;
+    for (const int who : silent) known[who] = known_.contains(who) ? known_[who] + gap : Duration(0);
+    known_ = std::move(known);
+    for (const auto& [who, time] : known_)
+      if (time >= limit) return std::pair(who, time);
+    return std::nullopt;
+  }
+
+ private:
+  std::map<int, Duration> known_;
+};
 
 }  // namespace lockstep::detail

@@ -19,7 +19,6 @@
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/world/detail/environment.hpp"
-#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
 namespace lockstep::detail {
@@ -84,27 +83,6 @@ struct JoinAnswer {
 template <>
 inline constexpr auto fields_of<JoinAnswer> =
     std::tuple{&JoinAnswer::rank, &JoinAnswer::size, &JoinAnswer::sized_by};
-
-/// What the store knows of a run.
-struct RunSummary {
-  std::optional<Failure> failure{};    // the first
-  std::size_t ended = 0, missing = 0;  // how many ranks have ended, and have not joined
-  std::int64_t quiet = 0;              // the time since the last rank has joined, in ms
-  std::vector<int> first_missing{};
-  std::string hints = {};  // what may keep ranks from joining
-
-  /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
-  [[nodiscard]] std::string missing_text(int size) const {
-    if (missing == 0) return "the last rank";
-    const std::size_t shown = missing > first_missing.size() ? 4 : first_missing.size();
-    return formatted("{} {} of {}", missing == 1 ? "rank" : "ranks",
-                     joined(first_missing, ", ", " and ", shown, missing), size);
-  }
-};
-template <>
-inline constexpr auto fields_of<RunSummary> =
-    std::tuple{&RunSummary::failure, &RunSummary::hints, &RunSummary::ended,
-               &RunSummary::missing, &RunSummary::quiet, &RunSummary::first_missing};
 
 /// Returns the error about a LOCAL_RANK without LOCAL_WORLD_SIZE that is not the rank's number among those of
 /// its host, empty if there is none.

@@ -15,13 +15,13 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
-#include "lockstep/world/detail/run_client.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
@@ -38,20 +38,12 @@ inline std::string host_identity() {
   };
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+  return formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
 }
 
 /// Returns the name of a process of this host in errors: "nodeA pid 811".
 inline std::string process_name(pid_t pid) {
-  return detail::formatted("{} pid {}", host_name(), pid);
-}
-
-[[noreturn]] inline void throw_refusal(const Outcome& outcome) {
-  throw RendezvousError(Failure{.kind = outcome.rank < 0 ? FailureKind::error : FailureKind::timed_out,
-                                .rank = process_rank.load(),
-                                .cause = outcome.rank,
-                                .call = {.operation = rendezvous},
-                                .message = outcome.text});
+  return formatted("{} pid {}", host_name(), pid);
 }
 
 /// Returns the identities of all ranks, which must have joined.
@@ -65,11 +57,16 @@ inline std::vector<RankIdentity> identities(StoreConnection& connection) {
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others
 /// have waited for. If all ranks of the run have joined before, the run goes on, and rank 0 logs a warning.
 [[noreturn]] inline void refuse_rendezvous(RunClient run, const std::string& text, int late = -1) {
+  const Failure refusal{.kind = late < 0 ? FailureKind::error : FailureKind::timed_out,
+                        .rank = process_rank.load(),
+                        .cause = late,
+                        .call = {.operation = rendezvous},
+                        .message = text};
   try {
-    run.publish({.kind = Event::refused, .rank = late, .failure = {.message = text}});
+    run.publish({.kind = Event::refused, .failure = refusal});
   } catch (const StoreError&) {  // the error is thrown below
   }
-  throw_refusal({.kind = Outcome::refused, .rank = late, .text = text});
+  throw RendezvousError(refusal);
 }
 
 /// Returns the error of two processes with the rank of `env`.
@@ -179,66 +176,65 @@ inline void outlive_ranks(StoreConnection& connection, int size, bool well) try 
 /// Returns a text on demand; an empty one where nothing is to be said yet.
 using LazyText = std::function<std::string()>;
 
-/// Blocks until every rank has joined. Returns how the rendezvous has ended. Calls `waiting` from time to time with a text
-/// such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one text on all ranks, if a rank was
-/// refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it joined. `own` is the
-/// waiting rank, in `call`.
-inline Outcome await_ranks(StoreConnection& connection, int size,
-                           std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
-                           const std::function<void(const LazyText& who)>& waiting, int own,
-                           const FailedCall& call) {
+/// Blocks until every rank has joined. Returns whether they are on several hosts. Calls `waiting` from time to time with a
+/// text such as "rank 2 of 3", which costs a request, and is empty while ranks still come. Throws RendezvousError, with one
+/// text on all ranks, if a rank was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended
+/// before it joined.
+inline bool await_ranks(StoreConnection& connection, const Environment& env,
+                        std::chrono::steady_clock::time_point deadline, std::chrono::milliseconds timeout,
+                        const std::function<void(const LazyText& who)>& waiting) {
   using Clock = std::chrono::steady_clock;
-  const auto missing = [&] {
+  const FailedCall call{.operation = rendezvous, .served = served_call.name ? served_call.name : ""};
+  const auto look = [&] {
     try {
-      return RunClient(connection, std::min(timeout, outcome_timeout)).summary(size);
+      return RunClient(connection, std::min(timeout, outcome_timeout)).summary();
     } catch (const StoreError& error) {
       throw RendezvousError(formatted("the rendezvous failed: {}", printable(error.what())));
     }
   };
-  const auto with_hints = [&](const RunSummary& late, const std::string& text) {
-    return late.hints.empty() ? text : text + "; " + late.hints;
+  const auto missing = [&](const RunSummary& late, const std::string& text) {
+    return formatted("{} of {}{}{}{}", late.meeting.missing_text(), env.size, text,
+                     late.hints.empty() ? "" : "; ", late.hints);
   };
-  std::optional<Outcome> outcome;
-  while (!outcome) {
+  std::optional<Meeting> met;
+  while (!met) {
     const auto begin = Clock::now();
     try {
-      outcome = RunClient(connection, std::clamp(deadline, begin + std::chrono::milliseconds(1),
-                                                 begin + outcome_interval))
-                    .outcome();
+      met = RunClient(connection,
+                      std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_interval))
+                .meet({}, {}, true);
     } catch (const StoreLost& error) {
       throw RendezvousError(
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
-    } catch (const StoreError&) {  // the outcome did not come within the timeout
+    } catch (const StoreError&) {  // not all have come within the timeout
+      if (Clock::now() < deadline) {
+        waiting([&] {
+          const auto late = look();
+          const bool come = Milliseconds(late.quiet) < first_notice || late.meeting.over();
+          return come ? std::string() : missing(late, "");
+        });
+        continue;
+      }
+      const auto late = look();
+      const bool one = late.meeting.missing == 1;
+      if (!late.meeting.over())
+        refuse_rendezvous(
+            {connection, std::min(timeout, outcome_timeout)},
+            missing(late, formatted(" did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT "
+                                    "and WORLD_SIZE of the others",
+                                    std::chrono::duration<double>(timeout).count(), one ? "it" : "them")),
+            one ? late.meeting.first_missing.at(0) : -1);
+      met = late.meeting;
     }
-    if (outcome) break;
-    if (Clock::now() >= deadline) {
-      const auto late = missing();
-      refuse_rendezvous(
-          {connection, std::min(timeout, outcome_timeout)},
-          with_hints(late,
-                     formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                               "WORLD_SIZE of the others",
-                               late.missing_text(size), std::chrono::duration<double>(timeout).count(),
-                               late.missing == 1 ? "it" : "them")),
-          late.missing == 1 && !late.first_missing.empty() ? late.first_missing[0] : -1);
-    }
-    waiting([&] {
-      const auto late = missing();
-      const bool come = Milliseconds(late.quiet) < first_notice;
-      return come ? std::string() : with_hints(late, late.missing_text(size));
-    });
   }
-  switch (outcome->kind) {
-    case Outcome::complete:
-      break;
-    case Outcome::failed:
-      throw PeerError(consequence_of(outcome->failure, own, call));
-    case Outcome::ended:
-      throw PeerError(consequence_of(ended_early(outcome->rank, own, call), own, call));
-    case Outcome::refused:
-      throw_refusal(*outcome);
+  if (met->end && met->end->kind == Event::refused) {
+    met->end->failure.rank = env.rank;
+    throw RendezvousError(met->end->failure);
   }
-  return *outcome;
+  if (met->end) throw PeerError(consequence_of(met->end->failure, env.rank, call));
+  if (met->missing > 0)
+    throw PeerError(consequence_of(ended_early(met->ended, env.rank, call), env.rank, call));
+  return met->several_hosts;
 }
 
 }  // namespace lockstep::detail

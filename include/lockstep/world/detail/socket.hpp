@@ -312,10 +312,9 @@ inline std::string source_address_towards(const std::string& host) {
 /// Returns the address at which hosts that reach `host` reach this host: `host` itself if it is this host.
 inline std::string address_towards(const std::string& host) {
   const auto own = source_address_towards(host);
-  if (own.empty()) return host;
-  for (const SocketAddress& address : resolve(host, 9).addresses)
-    if (address.text() == own) return host;
-  return own;
+  const auto found = resolve(host, 9).addresses;
+  const auto is_own = [&](const SocketAddress& address) { return address.text() == own; };
+  return own.empty() || std::any_of(found.begin(), found.end(), is_own) ? host : own;
 }
 
 }  // namespace lockstep::detail

@@ -20,9 +20,12 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/event_log.hpp"
+#include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
@@ -32,7 +35,7 @@ namespace lockstep::detail {
 /// The address at which a store listens, its secret, what determines the address, see
 /// Environment::rendezvous_origin, and the remedy if nobody serves it.
 struct StoreEndpoint {
-  std::string host;
+  std::string host = {};
   int port = 0;
   std::string secret = {};
   RendezvousOrigin origin = {};
@@ -79,7 +82,7 @@ class StoreConnection {
   }
 
   ~StoreConnection() {
-    if (joined_ && getpid() == owner_) post(StoreOperation::leave, [](FrameWriter&) {});
+    if (joined_ && getpid() == owner_) post(StoreOperation::leave);
   }
   StoreConnection(const StoreConnection&) = delete;
   StoreConnection& operator=(const StoreConnection&) = delete;
@@ -87,25 +90,28 @@ class StoreConnection {
   /// The destructor tells the server that the end of this connection is not that of its rank.
   void leave_at_end() { joined_ = true; }
 
-  /// Returns the numeric address of this end.
-  [[nodiscard]] std::string own_address() const { return own_.text(); }
-  [[nodiscard]] bool within_host() const { return peer_.loopback() || peer_.text() == own_.text(); }
+  /// Returns the address at which the store's host reaches this one, empty if it is this one.
+  [[nodiscard]] std::string address() const {
+    return peer_.loopback() || peer_.text() == own_.text() ? std::string() : own_.text();
+  }
 
-  /// Keeps `hosted`, such as the server, alive as long as this connection.
-  void keep(std::shared_ptr<void> hosted) { hosted_ = std::move(hosted); }
+  /// Keeps the server alive as long as this connection.
+  void keep(std::shared_ptr<void> server) { server_ = std::move(server); }
+  /// Returns whether the store ends with this process.
+  [[nodiscard]] bool hosts_store() const { return server_ != nullptr; }
 
-  /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreError if the
-  /// store refuses it, at `until`, and once `over` returns true (see wake).
-  template <class Fill>
-  std::string request(StoreOperation operation, Clock::time_point until, Fill fill,
-                      const std::function<bool()>& over = nullptr) {
+  /// Sends a request. Returns the result in its reply. Throws StoreError if the store refuses it, at `until`, and once
+  /// `over`, if it is given, returns true (see wake).
+  template <class... Arguments>
+  std::string request(StoreOperation operation, Clock::time_point until, const std::function<bool()>& over,
+                      const Arguments&... arguments) {
     std::unique_lock lock(mutex_);
-    const auto id = write(operation, fill);
+    const auto id = write(operation, arguments...);
     const Reply& awaited = replies_[id];
     wait(lock, until, [&] { return awaited.status.has_value() || (over && over()); });
     Reply reply = std::move(replies_.extract(id).mapped());
     if (!reply.status) {
-      write(StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
+      write(StoreOperation::cancel, id);
       throw_timeout();
     }
     if (*reply.status == StoreStatus::done) return std::move(reply.result);
@@ -113,10 +119,10 @@ class StoreConnection {
   }
 
   /// Sends a request that has no reply. Does not block. No-op if the connection is lost.
-  template <class Fill>
-  void post(StoreOperation operation, Fill fill) noexcept try {
+  template <class... Arguments>
+  void post(StoreOperation operation, const Arguments&... arguments) noexcept try {
     const std::lock_guard lock(mutex_);
-    write(operation, fill);
+    write(operation, arguments...);
   } catch (const std::exception&) {  // lost, or there is no memory
   }
 
@@ -154,12 +160,13 @@ class StoreConnection {
   };
 
   // Writes a request, and sends as much as there is room for. Returns its id.
-  template <class Fill>
-  std::uint64_t write(StoreOperation operation, Fill fill) {
+  template <class... Arguments>
+  std::uint64_t write(StoreOperation operation, const Arguments&... arguments) {
     if (!lost_.empty()) throw StoreLost(lost_);
     FrameWriter frame;
     const auto id = next_id_++;
-    fill(frame.integer(id).value(operation));
+    frame.value(id).value(operation);
+    (frame.value(arguments), ...);
     if (frame.payload().size() > max_frame_bytes)
       throw StoreError(formatted("a message of {} bytes to the store is too large: {} are allowed",
                                  frame.payload().size(), max_frame_bytes));
@@ -263,7 +270,7 @@ class StoreConnection {
   FrameSocket socket_;
   const Descriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   SocketAddress peer_, own_;
-  std::shared_ptr<void> hosted_;
+  std::shared_ptr<void> server_;
   const pid_t owner_ = getpid();
   std::atomic<bool> joined_{false};  // as a rank
   std::mutex mutex_;
@@ -274,5 +281,76 @@ class StoreConnection {
   std::deque<std::string> pushes_;
   std::string lost_;
 };
+
+/// The requests about a run (see RunState) over a connection, each with one deadline. They throw StoreError.
+class RunClient {
+ public:
+  using Clock = StoreConnection::Clock;
+
+  /// A request also ends once `over` returns true.
+  RunClient(StoreConnection& connection, Clock::time_point until, std::function<bool()> over = nullptr)
+      : connection_(connection), until_(until), over_(std::move(over)) {}
+  RunClient(StoreConnection& connection, std::chrono::milliseconds timeout)
+      : RunClient(connection, Clock::now() + timeout) {}
+
+  /// Joins the run as rank `rank` of `size`, unless another process has that rank or another rank has said another size.
+  /// A process that only tells its failure does not stay.
+  JoinAnswer join(int rank, int size, const RankIdentity& identity, bool stays) {
+    const auto answer = ask<JoinAnswer>(StoreOperation::join, rank, size, identity, stays);
+    if (stays) connection_.leave_at_end();
+    return answer;
+  }
+  /// Returns what is known of the run, and of a meeting, without a name of that of all ranks.
+  RunSummary summary(const std::string& meeting = {}) {
+    return ask<RunSummary>(StoreOperation::summary, meeting);
+  }
+  /// Returns what is known of `ranks`, in their order; of all that anything is known of if there are none.
+  std::vector<KnownRank> members(const std::vector<int>& ranks = {}) {
+    return ask<std::vector<KnownRank>>(StoreOperation::members, ranks);
+  }
+  /// Comes to the meeting `name` of `ranks`, of all if there are none; without a name to that of all which join. Blocks until
+  /// all have come, or it has ended without that. If the coming `lasts`, it outlasts the end of this call.
+  Meeting meet(const std::string& name, const std::vector<int>& ranks, bool lasts) {
+    return ask<Meeting>(StoreOperation::meet, name, ranks, lasts);
+  }
+  /// Returns which of `ranks` have neither left a communicator nor ended.
+  std::vector<int> staying(const std::string& group, const std::vector<int>& ranks) {
+    return ask<std::vector<int>>(StoreOperation::staying, group, ranks);
+  }
+  /// Returns what is known of `ranks`, in their order, and asks them to report.
+  std::vector<RankReport> reports(const std::string& group, const std::vector<int>& ranks) {
+    return ask<std::vector<RankReport>>(StoreOperation::ask, group, ranks);
+  }
+  /// Adds to the number at a key of the store, 0 at first. Returns the sum.
+  std::int64_t add(const std::string& key, std::int64_t amount) {
+    return ask<std::int64_t>(StoreOperation::add, key, amount);
+  }
+  /// Sets a key of the store to `desired` if it has the value `expected`, or none and that is empty. Returns its value.
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
+    return connection_.request(StoreOperation::compare_set, until_, over_, key, expected, desired);
+  }
+  /// Adds an event. Returns whether it is news.
+  bool publish(const Event& event) { return ask<bool>(StoreOperation::publish, event); }
+
+ private:
+  template <class Reply, class... Arguments>
+  Reply ask(StoreOperation operation, const Arguments&... arguments) {
+    return decoded<Reply>(connection_.request(operation, until_, over_, arguments...));
+  }
+
+  StoreConnection& connection_;
+  Clock::time_point until_;
+  std::function<bool()> over_;
+};
+
+/// The keys of numbers that RunClient::add counts. Two ranks that disagree on one of them wait for each other.
+namespace store_keys {
+/// The beginning of the names of communicators.
+inline constexpr const char* communicators = "lockstep/comm";
+/// The number of a rank's calls of `what`.
+inline std::string calls_of_rank(std::string_view what, int rank) {
+  return formatted("lockstep/{}/calls of rank {}", what, rank);
+}
+}  // namespace store_keys
 
 }  // namespace lockstep::detail

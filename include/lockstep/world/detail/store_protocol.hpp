@@ -47,7 +47,7 @@ inline std::string printable(std::string_view text) {
 /// its length in 4 bytes, then its payload. A request is an id of 8 bytes, a StoreOperation byte and
 /// arguments. A reply is the id, a StoreStatus byte and a result. A push is `push_id`, a StorePush byte and a
 /// content. Integers are little-endian. A string is its length in 4 bytes and its bytes.
-inline constexpr std::string_view store_magic = "lockstep store 5\n";
+inline constexpr std::string_view store_magic = "lockstep store 6\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -72,10 +72,9 @@ enum class StoreOperation : std::uint8_t {
   // About the run, see RunState:
   join,       ///< rank, size, RankIdentity, whether it stays -> JoinAnswer
   leave,      ///< nothing: the end of this connection is not that of its rank; no reply
-  outcome,    ///< nothing -> Outcome, once the rendezvous has ended
-  summary,    ///< number of ranks -> RunSummary
+  summary,    ///< name of a meeting -> RunSummary
   members,    ///< ranks, or none for all -> the KnownRank of each
-  meet,       ///< name, rank, ranks or none for all, whether it waits, whether its coming lasts -> Meeting
+  meet,       ///< name, empty in the run's own; ranks or none for all; whether the coming lasts -> Meeting
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
   publish,    ///< Event -> whether it is news
   staying,    ///< communicator, ranks -> those that are in it

@@ -48,9 +48,8 @@ inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallb
 /// Returns the timeout of the option struct `options`, clamped to 24 days. Throws UsageError below 1 ms.
 inline std::chrono::milliseconds checked_timeout(const char* options, std::chrono::milliseconds timeout) {
   if (timeout.count() < 1)
-    throw UsageError(
-        detail::formatted("{}: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
-                          options, timeout.count()));
+    throw UsageError(formatted("{}: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
+                               options, timeout.count()));
   // Gloo counts milliseconds in 32 bits, and adding the largest duration to a time point would overflow.
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 24));
 }

@@ -4,14 +4,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -19,13 +24,48 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
-#include "lockstep/world/detail/store.hpp"
-#include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/store_client.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
+
+/// Returns the timeout of the rendezvous: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes by default.
+inline std::chrono::milliseconds rendezvous_timeout() {
+  const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
+  return std::chrono::seconds(seconds.value_or(300));
+}
+
+/// Opens the store of `env` within `timeout`, which is also that of each call on it. Rank 0 hosts it unless a launcher does.
+/// While the store cannot be opened, calls `waiting` with what this rank waits for, and the reason.
+inline Rendezvous join_rendezvous(const Environment& env, std::chrono::milliseconds timeout,
+                                  const std::function<void(const std::string&)>& waiting) {
+  if (env.rendezvous.empty()) return {c10::make_intrusive<c10d::HashStore>()};  // one process needs none
+  const auto url = parse_rendezvous(env.rendezvous);
+  StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
+  std::shared_ptr<StoreConnection> connection;
+  bool doubted = false;
+  if (env.store_outlives_attempts) {
+    endpoint.remedy =
+        "torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
+        "TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process";
+    connection = connect_under_torchrun(endpoint, env.rank, timeout, waiting);
+  } else if (env.rank == 0 && !env.store_is_hosted) {
+    if (auto listener = listen_as_rank_zero(endpoint, env.launched && env.local_size == env.size)) {
+      doubted = !listener->doubt.empty();
+      connection = host_store(std::move(*listener), env.store_secret, timeout);
+    }
+  }
+  if (!connection)
+    connection = std::make_shared<StoreConnection>(endpoint, timeout, [&](const std::string& reason) {
+      const std::string& origin = env.rendezvous_origin.text;
+      waiting(formatted("the store of rank 0 at {}{}: {}", env.rendezvous,
+                        origin.empty() ? std::string() : " (" + origin + ")", reason));
+    });
+  return {c10::make_intrusive<StoreClient>(connection, timeout), connection, doubted};
+}
 
 /// Sets the number of LibTorch's threads. `given` names what has determined it, unless it is a share.
 inline void set_threads(const WorldOptions& options, const Environment& environment, const char* given) {
@@ -36,13 +76,6 @@ inline void set_threads(const WorldOptions& options, const Environment& environm
   at::set_num_threads(chosen->threads);
   shared_threads = chosen->threads;
   shared_threads_source = chosen->source;
-}
-
-/// Returns what is left of `timeout`, which began at `begin`; at least 1 ms.
-inline std::chrono::milliseconds left_of(std::chrono::milliseconds timeout,
-                                         std::chrono::steady_clock::time_point begin) {
-  const auto spent = std::chrono::floor<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
-  return std::max(timeout - spent, std::chrono::milliseconds(1));
 }
 
 /// Returns what this process says about itself when it joins.
@@ -92,11 +125,6 @@ LOCKSTEP_INLINE World world_from(Environment place, const WorldOptions& options,
   return world;
 }
 
-LOCKSTEP_INLINE const Rendezvous& WorldState::rendezvous() {
-  const std::lock_guard lock(mutex_);
-  return join({});
-}
-
 LOCKSTEP_INLINE const Rendezvous& WorldState::join(std::optional<std::chrono::milliseconds> given) {
   if (joined_) return *joined_;
   const auto timeout = given ? *given : rendezvous_timeout();
@@ -107,11 +135,11 @@ LOCKSTEP_INLINE const Rendezvous& WorldState::join(std::optional<std::chrono::mi
   if (environment.size > 1)
     at_store("the ranks could not sign in", [&] {
       try {
-        join_run({*joined.connection, left_of(timeout, begin)}, environment,
-                 own_identity(joined.address, environment), !given);
+        join_run({*joined.connection, begin + timeout}, environment,
+                 own_identity(joined.connection->address(), environment), !given);
       } catch (const RendezvousError&) {
         // The store ends with this process: give the other ranks time to read the reason.
-        if (joined.hosted_here) std::this_thread::sleep_for(reading_grace);
+        if (joined.connection->hosts_store()) std::this_thread::sleep_for(reading_grace);
         throw;
       }
     });
@@ -143,15 +171,11 @@ LOCKSTEP_INLINE void WorldState::await_all() {
   const Environment& known = environment;
   local_ = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (known.size > 1) {
-    const char* call = served_call.name;
     const auto waiting = [&](const LazyText& who) {
-      if (joined.doubted) refuse_other_rank_zero(known, own_identity(joined.address, known));
+      if (joined.doubted) refuse_other_rank_zero(known, own_identity(joined.connection->address(), known));
       notify(who);
     };
-    const auto outcome =
-        await_ranks(*joined.connection, known.size, begin + timeout, timeout, waiting, known.rank,
-                    {.operation = detail::rendezvous, .served = call ? call : ""});
-    single_host_ = !outcome.several_hosts;
+    single_host_ = !await_ranks(*joined.connection, known, begin + timeout, timeout, waiting);
     at_store("the rendezvous failed", [&] {
       place_ranks(joined);
       if (known.rank == 0 && log().should_log(Level::info))
@@ -159,16 +183,6 @@ LOCKSTEP_INLINE void WorldState::await_all() {
     });
   }
   complete_.store(true, std::memory_order_release);
-}
-
-LOCKSTEP_INLINE bool WorldState::single_host() {
-  await_all();
-  return single_host_;
-}
-
-LOCKSTEP_INLINE std::string WorldState::address_to_others() {
-  await_all();
-  return address_;
 }
 
 LOCKSTEP_INLINE Environment WorldState::current_environment() {
@@ -181,7 +195,7 @@ LOCKSTEP_INLINE Environment WorldState::current_environment() {
 }
 
 LOCKSTEP_INLINE void WorldState::place_ranks(const Rendezvous& joined) {
-  address_ = joined.address;
+  address_ = joined.connection->address();
   const bool numbered = environment.launched;
   if (numbered && (single_host_ || !address_.empty())) return;
   const auto ranks = identities(*joined.connection);
@@ -200,7 +214,7 @@ LOCKSTEP_INLINE void WorldState::place_ranks(const Rendezvous& joined) {
       if (source != identity.address) address_ = source;
     }
   }
-  if (address_.empty()) address_ = joined.address;
+  if (address_.empty()) address_ = joined.connection->address();
   if (!numbered) local_ = local;
 }
 
@@ -271,42 +285,39 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
 /// Throws unless the first rank on this host, `first`, whose world rank is `number` or -1, has finished the work that `key`
 /// names within `timeout`.
 inline void await_first(WorldState& state, const std::string& first, int number, const std::string& key,
-                        std::chrono::milliseconds timeout) try {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto store = state.client();
-  const auto throw_if_failed = [&] {
-    std::optional<Failure> failure;
-    bool ended = false;
+                        std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + timeout;
+  std::string result;
+  for (bool ended = false;;) {
+    try {
+      const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
+      result = state.client(std::clamp(left, Milliseconds(1), news_timeout))->get_to_str(key);
+      if (result == "done") return;
+    } catch (const c10::DistStoreError&) {  // not yet
+    } catch (const c10::Error&) {
+      throw PeerError(formatted(
+          "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
+          "finished its local_zero_first",
+          first));
+    }
     try {
       RunClient run(*state.connection(), request_timeout);
-      failure = run.summary().failure;
-      ended = number >= 0 && run.members({number}).at(0).exit_code && !store->check({key});
-    } catch (const StoreError&) {  // the next call on the store says so
+      if (const auto failure = run.summary().failure)
+        throw PeerError(consequence_of(*failure, state.environment.rank, {}));
+      if (ended && result.empty())
+        throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
+      ended = number >= 0 && run.members({number}).at(0).exit_code;  // it may have finished before
+    } catch (const StoreError&) {
+      // The next call on the store says so.
     }
-    if (failure) throw PeerError(consequence_of(*failure, state.environment.rank, {}));
-    if (ended) throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
-  };
-  while (!appear_within(*store, {key},
-                        std::min<std::chrono::milliseconds>(left_of(timeout, begin), news_timeout))) {
-    throw_if_failed();
-    if (std::chrono::steady_clock::now() > begin + timeout)
+    if (!result.empty())
+      throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
+    if (Clock::now() > end)
       throw TimeoutError(
           formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
                     std::chrono::duration<double>(timeout).count()));
   }
-  if (to_text(store->get(key)) == "done") return;
-  throw_if_failed();
-  throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
-} catch (const c10::DistStoreError&) {
-  throw TimeoutError(formatted(
-      "the store does not answer, so that this rank cannot learn whether {}, the first on this host, has "
-      "finished its local_zero_first",
-      first));
-} catch (const c10::Error&) {
-  throw PeerError(formatted(
-      "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
-      "finished its local_zero_first",
-      first));
 }
 
 }  // namespace lockstep::detail
@@ -385,8 +396,8 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
   });
   const Environment& known = state.environment;
   const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
-  key = detail::store_keys::local_zero_first(numbered ? std::to_string(place.first) : detail::host_identity(),
-                                             call);
+  key = detail::formatted("lockstep/first/{}/{}",
+                          numbered ? std::to_string(place.first) : detail::host_identity(), call);
   if (place.rank == 0) return;
   detail::await_first(state, numbered ? detail::formatted("rank {}", place.first) : "local rank 0",
                       numbered ? place.first : -1, std::exchange(key, {}), timeout);
@@ -394,7 +405,7 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
 
 LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
   if (!key.empty() && getpid() == world.state_->owner) try {
-      world.state_->client()->set(key, detail::to_bytes(good ? "done" : "failed"));
+      world.state_->client()->set(key, good ? "done" : "failed");
     } catch (...) {  // the launcher or the timeout ends the local ranks
     }
 }

@@ -15,7 +15,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
-#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
@@ -37,20 +37,33 @@ struct WorldState : EndingRank {
   WorldState& operator=(const WorldState&) = delete;
 
   /// Returns the rendezvous. The first call joins it, which does not wait for other ranks. Throws RendezvousError.
-  const Rendezvous& rendezvous();
+  const Rendezvous& rendezvous() {
+    const std::lock_guard lock(mutex_);
+    return join({});
+  }
   /// Returns this process's connection to the store, null in a world of one rank.
   const std::shared_ptr<StoreConnection>& connection() { return rendezvous().connection; }
   /// Returns another client of the store, each call on which times out after `timeout`.
-  StorePtr client(std::chrono::milliseconds timeout = request_timeout) { return rendezvous().again(timeout); }
+  StorePtr client(std::chrono::milliseconds timeout = request_timeout) {
+    const Rendezvous& joined = rendezvous();
+    if (!joined.connection) return joined.store;
+    return c10::make_intrusive<StoreClient>(joined.connection, timeout);
+  }
   /// Returns whether this process hosts the store, so that it should leave last.
-  bool hosts_store() { return rendezvous().hosted_here; }
+  bool hosts_store() { return connection() && connection()->hosts_store(); }
 
   /// Blocks until every rank has joined. Throws as World::store.
   void await_all();
   /// Returns whether all ranks run on this host. Blocks as await_all.
-  bool single_host();
+  bool single_host() {
+    await_all();
+    return single_host_;
+  }
   /// Returns the address by which this host reaches the others, empty if there is none or it is unknown. Blocks as await_all.
-  std::string address_to_others();
+  std::string address_to_others() {
+    await_all();
+    return address_;
+  }
   /// Returns the place on this host. Without a launcher's LOCAL_RANK blocks as await_all.
   LocalPlace local_place();
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.

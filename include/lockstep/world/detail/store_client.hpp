@@ -1,0 +1,288 @@
+#pragma once
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_protocol.hpp"
+#include "lockstep/world/detail/store_server.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// A StoreServer as a c10d::Store, over a connection that many of them share. Thread-safe.
+///
+/// Every call ends within the timeout of this client (`setTimeout`), whatever the server does; a `wait` with
+/// a timeout of its own ends within that timeout. A call throws c10::DistStoreError if it times out or the
+/// server refuses it, and c10::DistNetworkError if the connection is lost. A lost connection stays lost. A
+/// timeout of zero means no timeout, as in c10d.
+class StoreClient : public ClonableStore {
+ public:
+  /// `timeout` is that of each call.
+  StoreClient(std::shared_ptr<StoreConnection> connection, std::chrono::milliseconds timeout)
+      : connection_(std::move(connection)) {
+    timeout_ = timeout;
+  }
+
+  c10::intrusive_ptr<c10d::Store> clone() override {
+    return c10::make_intrusive<StoreClient>(connection_, timeout_);
+  }
+
+  using c10d::Store::compareSet;
+  using c10d::Store::set;
+
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    multiSet({key}, {value});
+  }
+
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<std::uint8_t>>& values) override {
+    std::vector<std::string_view> texts;
+    for (const auto& value : values) texts.push_back(view(value));
+    request(StoreOperation::set, timeout_, keys, texts);
+  }
+
+  std::vector<std::uint8_t> compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+                                       const std::vector<std::uint8_t>& desired) override {
+    return bytes(request(StoreOperation::compare_set, timeout_, key, view(expected), view(desired)));
+  }
+
+  std::vector<std::uint8_t> get(const std::string& key) override { return multiGet({key}).at(0); }
+
+  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    const auto reply = request(StoreOperation::get, timeout_, keys);
+    FrameReader reader(reply);
+    std::vector<std::vector<std::uint8_t>> values;
+    for (std::size_t i = 0; i < keys.size(); ++i) values.push_back(bytes(reader.text()));
+    return values;
+  }
+
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return decoded<std::int64_t>(request(StoreOperation::add, timeout_, key, value));
+  }
+
+  void append(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    request(StoreOperation::append, timeout_, key, view(value));
+  }
+
+  bool deleteKey(const std::string& key) override {
+    return decoded<bool>(request(StoreOperation::erase, timeout_, key));
+  }
+
+  bool check(const std::vector<std::string>& keys) override {
+    return decoded<bool>(request(StoreOperation::check, timeout_, keys));
+  }
+
+  std::int64_t getNumKeys() override { C10_THROW_ERROR(NotImplementedError, "the store counts no keys"); }
+
+  void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    request(StoreOperation::wait, timeout, keys);
+  }
+
+  [[nodiscard]] bool hasExtendedApi() const override { return true; }
+
+ private:
+  template <class... Arguments>
+  std::string request(StoreOperation operation, std::chrono::milliseconds timeout,
+                      const Arguments&... arguments) {
+    constexpr std::chrono::milliseconds longest = std::chrono::hours(24 * 365);
+    const auto until =
+        StoreConnection::Clock::now() + (timeout == kNoTimeout ? longest : std::min(timeout, longest));
+    try {
+      return connection_->request(operation, until, nullptr, arguments...);
+    } catch (const StoreLost& error) {
+      C10_THROW_ERROR(DistNetworkError, error.what());
+    } catch (const std::runtime_error& error) {
+      C10_THROW_ERROR(DistStoreError, error.what());
+    }
+  }
+
+  static std::string_view view(const std::vector<std::uint8_t>& bytes) {
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+  }
+  static std::vector<std::uint8_t> bytes(std::string_view text) { return {text.begin(), text.end()}; }
+
+  std::shared_ptr<StoreConnection> connection_;
+};
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// Runs `work`. Rethrows the exceptions of a store as RendezvousError whose text begins with `doing`.
+template <class Work>
+auto at_store(const std::string& doing, Work&& work) {
+  try {
+    return work();
+  } catch (const c10::Error& error) {
+    throw RendezvousError(formatted("{}: {}", doing, printable(error.what_without_backtrace())));
+  } catch (const StoreError& error) {
+    throw RendezvousError(formatted("{}: {}", doing, printable(error.what())));
+  }
+}
+
+/// Returns an unguessable secret. Throws Error if getrandom fails.
+inline std::string random_secret() {
+  unsigned char bytes[16];
+  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+    throw Error(formatted("cannot make a secret for the store: {}", std::strerror(errno)));
+  std::string text;
+  for (const unsigned char byte : bytes) text += formatted("{:02x}", byte);
+  return text;
+}
+
+/// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
+inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
+                                                   std::chrono::milliseconds timeout) {
+  const StoreEndpoint own{listener.address, listener.port, secret};
+  auto server = std::make_shared<StoreServer>(std::move(listener), secret);
+  auto connection = std::make_shared<StoreConnection>(own, timeout);
+  connection->keep(std::move(server));
+  return connection;
+}
+
+/// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
+/// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
+/// listen_on.
+inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint, bool all_here) {
+  try {
+    auto listener = listen_on(endpoint.host, endpoint.port, endpoint.origin);
+    if (!all_here && listener.host_is_elsewhere)
+      listener.doubt = formatted(
+          "{} is no address of this host ({}): rank 0 must run on the host that it names",
+          endpoint.origin.text.empty() ? endpoint.host
+                                       : endpoint.origin.text.substr(0, endpoint.origin.text.find(", ")),
+          host_name());
+    else if (!all_here &&
+             (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))
+      listener.doubt =
+          formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
+                    host_name(), endpoint.host);
+    return listener;
+  } catch (const PortInUse&) {
+    try {
+      const StoreConnection other(endpoint, last_request_timeout);
+      return std::nullopt;
+    } catch (const RendezvousError&) {  // no store of this run
+    }
+    throw;
+  }
+}
+
+/// The store of a rendezvous that this process has joined.
+struct Rendezvous {
+  StorePtr store;
+  std::shared_ptr<StoreConnection> connection = {};  // null in a world of one rank
+  bool doubted = false;  // another process may serve the ranks, see Listener::doubt
+};
+
+/// The key of rank 0's address and secret on the store of torchrun's agent.
+inline constexpr const char* board_key = "lockstep/store";
+
+/// Connects to the store of a run under torchrun. That of torchrun's agent, which outlives a failed attempt together with
+/// its keys, is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier
+/// attempt's address leads to a closed port or to a store with another secret; then the board is read again until rank 0 has
+/// replaced it. Calls `waiting` with what this rank waits for.
+inline std::shared_ptr<StoreConnection> connect_under_torchrun(
+    const StoreEndpoint& endpoint, int rank, std::chrono::milliseconds timeout,
+    const std::function<void(const std::string&)>& waiting) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto left = [&] {
+    return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
+                                                      deadline - std::chrono::steady_clock::now()));
+  };
+  const auto agent = formatted("the store of torchrun's agent at {}", endpoint.text());
+  retry_at(
+      endpoint.text(), timeout,
+      [&](auto until) {
+        const auto attempt = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
+        return attempt.fd.open() ? std::string() : attempt.reason;
+      },
+      [&](const std::string& reason) { waiting(formatted("{}: {}", agent, reason)); }, endpoint.remedy);
+  const auto client = std::make_shared<StorePtr>();
+  // Publishes `text` unless it is empty. Returns what is on the board. LibTorch's client has no timeout, not even for
+  // connecting, if its server does not answer.
+  const auto on_board = [&](const std::string& text) {
+    const auto read = std::make_shared<std::string>();
+    const LeavableThread asking([read, client, text, endpoint, agent, remaining = left()] {
+      if (!*client) {
+        c10d::TCPStoreOptions options;
+        options.port = static_cast<std::uint16_t>(endpoint.port);
+        options.isServer = false;
+        options.waitWorkers = false;
+        options.timeout = remaining;
+        options.useLibUV = false;  // a LibTorch built without libuv would reject it
+        at_store(
+            agent +
+                " does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this run of torchrun",
+            [&] { *client = c10::make_intrusive<c10d::TCPStore>(endpoint.host, options); });
+      }
+      c10d::Store& board = **client;
+      if (!text.empty()) board.set(board_key, text);
+      if (board.check({board_key})) *read = board.get_to_str(board_key);
+    });
+    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), last_retry_pause))) {
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw RendezvousError(
+            formatted("{} does not answer after {} s: look at the output of torchrun on that host, and "
+                      "start it again",
+                      agent, std::chrono::duration<double>(timeout).count()));
+      waiting(formatted("{}: it does not answer", agent));
+    }
+    at_store(formatted("{} failed", agent), [&] { asking.rethrow(); });
+    return *read;
+  };
+  if (rank == 0) {
+    auto host = address_towards(endpoint.host);
+    if (host.empty()) host = loopback_address();  // a host without a network
+    auto listener = listen_on(host, 0);
+    const auto secret = random_secret();
+    const auto text = formatted("{} {} {}", host, listener.port, secret);
+    const auto connection = host_store(std::move(listener), secret, timeout);
+    on_board(text);
+    return connection;
+  }
+  std::string last = formatted("it has not come to {}. Look at the output of rank 0", agent);
+  while (std::chrono::steady_clock::now() < deadline) {
+    const auto text = on_board({});
+    try {
+      StoreEndpoint found{
+          .remedy = "Look at the output of rank 0; a firewall between the hosts must let through every port"};
+      if (std::istringstream(text) >> found.host >> found.port >> found.secret)
+        return std::make_shared<StoreConnection>(found, std::min(left(), greeting_timeout));
+    } catch (const RendezvousError& error) {
+      last = printable(error.what());
+    }
+    waiting("rank 0: " + last);
+    std::this_thread::sleep_for(board_pause);
+  }
+  throw RendezvousError(
+      formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
+                std::chrono::duration<double>(timeout).count(), last));
+}
+
+}  // namespace lockstep::detail
