@@ -115,7 +115,7 @@ if(NOT python3)
 endif()
 file(MAKE_DIRECTORY ${SCRATCH}/project)
 set(test_package ${SOURCE}/packaging/conan/test_package)
-file(COPY ${test_package}/main.cpp ${test_package}/CMakeLists.txt DESTINATION ${SCRATCH}/project)
+file(COPY ${test_package}/main.cpp ${test_package}/foreign_errors.cpp ${test_package}/CMakeLists.txt DESTINATION ${SCRATCH}/project)
 file(READ ${test_package}/CMakeLists.txt project)
 
 # The folder of an unpacked official zip: libraries beside each other in lib/, all that libtorch_cpu.so needs among them.
