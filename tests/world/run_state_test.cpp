@@ -256,7 +256,7 @@ class Simulation {
       if (!acts(rank) || rank.met) return;
       rank.replies.erase(id);  // the reply may be on its way
       send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
-      const auto name = [](FrameWriter& out) { out.text("g"); };
+      const auto name = [](FrameWriter& out) { out.value(std::optional<std::string>("g")); };
       send(rank, StoreOperation::summary, name, [this, &rank, take](std::string_view reply) {
         const auto found = decoded<RunSummary>(reply).meeting;
         if (found.over()) return take(found);
@@ -428,7 +428,7 @@ class Simulation {
         });
   }
   RunSummary summarize() {
-    const std::string bytes(FrameWriter().text("").payload());
+    const std::string bytes(FrameWriter().value(std::optional<std::string>("")).payload());
     FrameReader in(bytes);
     CHECK(state_.serve(1, 1, StoreOperation::summary, in, now_));
     const auto sent = state_.take_outgoing();
@@ -502,7 +502,7 @@ struct Store {
   }
   Meeting look(const std::string& name) {
     Replies before = std::exchange(replies, {});
-    CHECK(serve(98, 1, StoreOperation::summary, [&](FrameWriter& out) { out.text(name); }));
+    CHECK(serve(98, 1, StoreOperation::summary, [&](FrameWriter& out) { out.value(std::optional(name)); }));
     const auto found = decoded<RunSummary>(replies[98].at(0).second).meeting;
     replies = std::move(before);
     return found;
@@ -558,18 +558,24 @@ TEST_CASE("two threads of a rank wait in one meeting, over one connection or two
   for (const std::uint64_t connection : {10, 11, 12}) CHECK(store.met(connection).met());
 }
 
-TEST_CASE("only a rank that has joined comes to a meeting") {
+TEST_CASE("only a rank that has joined comes to a meeting, and others may wait in that of all ranks") {
   Store store;
   store.join(10, 0, 2);
-  CHECK_FALSE(store.meet(77, 1, "", true));
   CHECK_FALSE(store.meet(77, 1, "g", true));
+  CHECK(store.meet(77, 2, "", true));
+  const auto join = [&](std::uint64_t connection, bool stays) {
+    return store.serve(connection, 0, StoreOperation::join, [&](FrameWriter& out) {
+      out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(stays);
+    });
+  };
+  CHECK(join(11, false));  // a process that joins to tell its failure alone
+  CHECK_FALSE(store.meet(11, 1, "g", true));
+  for (const std::uint64_t id : {2, 3}) CHECK(store.meet(11, id, "", true));
   CHECK(store.look("").missing == 1);
-  // Nor has a process that joins to tell its failure alone.
-  CHECK(store.serve(11, 0, StoreOperation::join, [](FrameWriter& out) {
-    out.value(1).value(2).value(RankIdentity{.process = "a pid 1"}).value(false);
-  }));
-  CHECK_FALSE(store.meet(11, 1, "", true));
-  CHECK(store.look("").missing == 1);
+  store.state.cancel(11, 2);
+  CHECK(store.replies.empty());
+  CHECK(join(12, true));
+  for (const std::uint64_t connection : {11, 77}) CHECK(store.met(connection).met());
 }
 
 TEST_CASE("the ranks of a group may be in any order, and one that is none of them is not counted") {

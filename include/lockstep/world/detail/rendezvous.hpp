@@ -187,7 +187,7 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
   const FailedCall call{.operation = rendezvous, .served = served_call.name ? served_call.name : ""};
   const auto look = [&] {
     try {
-      return RunClient(connection, std::min(timeout, outcome_timeout)).summary();
+      return RunClient(connection, std::min(timeout, outcome_timeout)).summary("");
     } catch (const StoreError& error) {
       throw RendezvousError(formatted("the rendezvous failed: {}", printable(error.what())));
     }

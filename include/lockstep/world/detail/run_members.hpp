@@ -64,6 +64,8 @@ class RunMembers {
   };
 
   explicit RunMembers(Outbox& out) : out_(out) {}
+  RunMembers(const RunMembers&) = delete;
+  RunMembers& operator=(const RunMembers&) = delete;
 
   /// Serves StoreOperation::join. Returns whether the rank is new, no value if the request is malformed.
   [[nodiscard]] std::optional<bool> join(const Asker& asker, FrameReader& in) {
@@ -95,18 +97,23 @@ class RunMembers {
     const auto ranks = in.value<std::vector<int>>();
     const auto lasts = in.value<bool>();
     const auto bound = bound_.find(asker.connection);
-    if (!in.whole() || bound == bound_.end()) return false;
+    if (!in.whole() || (bound == bound_.end() && !name.empty())) return false;
     if (name.size() > max_key_bytes || meetings_.size() >= max_meetings) return false;
     if (made_.contains(name)) {  // a rank whose wait ended too early asks again
       out_.reply(asker, encoded(Meeting{}));
       return true;
     }
     Gathering& gathering = meetings_.try_emplace(name, Gathering{ranks, lasts}).first->second;
-    gathering.here[bound->second][asker.connection].push_back(asker.id);
+    if (bound == bound_.end())  // of a rank that has joined to tell its failure alone
+      visitors_.push_back(asker);
+    else
+      gathering.here[bound->second][asker.connection].push_back(asker.id);
     // The ranks are looked through where that may tell something new: each of very many comes.
-    if (ended_ == 0 && !gathering.end && gathering.here.size() < number_of(gathering)) return true;
+    const bool ended = std::exchange(gathering.ends_seen, order_) < order_;
+    if (!ended && !gathering.end && gathering.here.size() < number_of(gathering)) return true;
     const Meeting found = meeting_of(gathering);
     if (!found.over()) return true;
+    gathering.ends_seen = 0;
     tell(gathering, found);
     if (found.missing == 0 && gathering.lasts && &gathering != &all_) keep_made(name);
     forget_empty();
@@ -197,6 +204,7 @@ class RunMembers {
     std::map<int, std::map<std::uint64_t, std::vector<std::uint64_t>>> here = {};
     std::optional<Event> end = {};
     bool several_hosts = false;
+    std::size_t ends_seen = 0;  // how many ranks had ended when the ranks were last looked through
   };
 
   [[nodiscard]] std::size_t number_of(const Gathering& gathering) const {
@@ -225,6 +233,8 @@ class RunMembers {
     for (auto& [rank, connections] : gathering.here)
       for (auto& [connection, ids] : connections)
         for (const auto id : std::exchange(ids, {})) out_.reply({connection, id}, encoded(found));
+    if (&gathering == &all_)
+      for (const Asker& visitor : std::exchange(visitors_, {})) out_.reply(visitor, encoded(found));
     if (!gathering.lasts) gathering.here.clear();
   }
   // All ranks have joined.
@@ -250,6 +260,9 @@ class RunMembers {
   // Forgets a request of a connection that waits, or all of one that ends: its rank has then not come to a meeting, but to
   // that of all ranks.
   void forget(std::uint64_t connection, std::optional<std::uint64_t> id = std::nullopt) {
+    std::erase_if(visitors_, [&](const Asker& visitor) {
+      return visitor.connection == connection && (!id || visitor.id == *id);
+    });
     const auto bound = bound_.find(connection);
     if (bound == bound_.end()) return;
     for (auto& [name, gathering] : meetings_) {
@@ -274,6 +287,7 @@ class RunMembers {
   std::unordered_map<std::uint64_t, int> bound_;  // the ranks of connections
   std::unordered_map<std::string, Gathering> meetings_;  // by name
   Gathering& all_ = meetings_[""];                       // of all ranks
+  std::vector<Asker> visitors_;                          // wait in it without a rank
   std::set<std::string> made_;                           // communicators that all members have come to make
   std::deque<std::string> made_in_order_;
 };

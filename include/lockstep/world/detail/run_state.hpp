@@ -63,7 +63,7 @@ class RunState {
         members_.leave(connection);
         return in.whole();
       case StoreOperation::summary:
-        summarize(asker, std::string(in.text()), now);
+        summarize(asker, in.value<std::optional<std::string>>(), now);
         return in.whole();
       case StoreOperation::members:
         return members_.describe(asker, in);
@@ -146,14 +146,14 @@ class RunState {
     Time until;
   };
 
-  void summarize(const Asker& asker, const std::string& meeting, Time now) {
+  void summarize(const Asker& asker, const std::optional<std::string>& meeting, Time now) {
     const auto quiet = std::chrono::floor<std::chrono::milliseconds>(now - last_join_);
     out_.reply(asker, encoded(RunSummary{
                           .failure = failure_,
                           .ended = members_.ended(),
                           .quiet = quiet.count(),
                           .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
-                          .meeting = members_.meeting(meeting)}));
+                          .meeting = meeting ? members_.meeting(*meeting) : Meeting{}}));
   }
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
@@ -214,6 +214,7 @@ class RunState {
   }
   // The grace of a rank whose connection has closed before it has made a communicator is over.
   void publish_end(int rank) {
+    if (failure_) return;
     const auto& member = members_.of(rank);
     const Meeting all = members_.meeting();
     if (member.exit_code || member.connected || (all.over() && !all.met())) return;

@@ -300,8 +300,8 @@ class RunClient {
     if (stays) connection_.leave_at_end();
     return answer;
   }
-  /// Returns what is known of the run, and of a meeting, without a name of that of all ranks.
-  RunSummary summary(const std::string& meeting = {}) {
+  /// Returns what is known of the run, and of a meeting if one is named, with an empty name of that of all ranks.
+  RunSummary summary(const std::optional<std::string>& meeting = std::nullopt) {
     return ask<RunSummary>(StoreOperation::summary, meeting);
   }
   /// Returns what is known of `ranks`, in their order; of all that anything is known of if there are none.

@@ -72,7 +72,7 @@ enum class StoreOperation : std::uint8_t {
   // About the run, see RunState:
   join,       ///< rank, size, RankIdentity, whether it stays -> JoinAnswer
   leave,      ///< nothing: the end of this connection is not that of its rank; no reply
-  summary,    ///< name of a meeting -> RunSummary
+  summary,    ///< name of a meeting, or none -> RunSummary
   members,    ///< ranks, or none for all -> the KnownRank of each
   meet,       ///< name, empty in the run's own; ranks or none for all; whether the coming lasts -> Meeting
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
