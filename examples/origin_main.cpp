@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 
@@ -131,16 +132,10 @@ int main(int argc, char** argv) {
   app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files; without it, digits are drawn");
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(argc, argv);
+  app.callback([&] {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv, lockstep::no_launch_flags)) return *code;
   try {
     run(options);
   } catch (const lockstep::UsageError& error) {
