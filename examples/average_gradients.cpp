@@ -268,9 +268,8 @@ int main(int argc, char** argv) {
       app.add_flag("--compare", options.compare, "compare one backward with DistributedDataParallel's");
   const auto* plot =
       app.add_option("--plot", options.plot, "file for the curve of loss and accuracy, .svg or .csv");
-  const auto* data_dir = app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files, plain or .gz");
+  const auto* data_dir = app.add_option("--data-dir,--data_dir", options.data.folder,
+                                        "folder with MNIST's four files, plain or .gz");
   const auto* test =
       app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
   app.callback([&] {

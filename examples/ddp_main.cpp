@@ -168,9 +168,8 @@ int main(int argc, char** argv) {
   app.add_flag("--scale-lr", options.scale_lr, "multiply the rate by the number of processes");
   app.add_flag("--amp", options.amp, "mixed precision with a scaler on CPUs too; GPUs always use it");
   app.add_option("--save", options.save, "file to write model and scaler to");
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files; without it, digits are drawn");
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files; without it, digits are drawn");
   app.callback([&] {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   });

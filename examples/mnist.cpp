@@ -114,9 +114,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(4'294'967'295));
   app.add_option("--workers", options.training.num_workers, "data-loading threads of each process")
       ->check(CLI::Range(1000));
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files, plain or .gz");
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files, plain or .gz");
   auto* download = app.add_flag("--download", options.data.download,
                                 "fetch MNIST into the data folder, or into the cache without one");
   app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")

@@ -129,9 +129,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_option("--save", options.save, "file to write the model to");
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files; without it, digits are drawn");
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files; without it, digits are drawn");
   app.callback([&] {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   });
