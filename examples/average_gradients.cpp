@@ -18,9 +18,9 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 using lockstep::GlooComm, lockstep::World;
@@ -268,17 +268,11 @@ int main(int argc, char** argv) {
       app.add_flag("--compare", options.compare, "compare one backward with DistributedDataParallel's");
   const auto* plot =
       app.add_option("--plot", options.plot, "file for the curve of loss and accuracy, .svg or .csv");
-  const auto* data_dir = app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files, plain or .gz");
+  const auto* data_dir = app.add_option("--data-dir,--data_dir", options.data.folder,
+                                        "folder with MNIST's four files, plain or .gz");
   const auto* test =
       app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
-  app.footer(lockstep::launch_help(launch_options));
-  const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.callback([&] {
     if (!options.plot.empty() && !options.plot.ends_with(".svg") && !options.plot.ends_with(".csv"))
       throw CLI::ValidationError("--plot", options.plot + " ends neither in .svg nor in .csv");
     const auto refuse = [](const std::vector<const CLI::Option*>& useless, const std::string& program) {
@@ -289,11 +283,8 @@ int main(int argc, char** argv) {
     if (options.program != "train")
       refuse({epochs, batch_size, samples, compared, plot, data_dir, test}, options.program);
     if (options.compare) refuse({epochs, plot, test}, "--compare");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv, launch_options)) return *code;
   // The lines of the other programs name their rank: no prefix.
   if (options.program != "train") launch_options.prefix = lockstep::Prefix::never;
   return lockstep::launch(

@@ -8,14 +8,12 @@
 
 #include <CLI/CLI.hpp>
 #include <cstddef>
-#include <iostream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -118,17 +116,7 @@ int main(int argc, char** argv) {
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));
   app.add_option("--save", options.save, "file to write the trained model to");
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto on_rank = [&](const lockstep::World& world) {
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     lockstep::with_device(world, [&]<class Comm>(Comm comm) { run(world, options, std::move(comm)); });

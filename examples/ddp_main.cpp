@@ -17,14 +17,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <iostream>
 #include <string>
 #include <utility>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -170,21 +168,12 @@ int main(int argc, char** argv) {
   app.add_flag("--scale-lr", options.scale_lr, "multiply the rate by the number of processes");
   app.add_flag("--amp", options.amp, "mixed precision with a scaler on CPUs too; GPUs always use it");
   app.add_option("--save", options.save, "file to write model and scaler to");
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files; without it, digits are drawn");
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files; without it, digits are drawn");
+  app.callback([&] {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto on_rank = [&](const lockstep::World& world) {
     if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });

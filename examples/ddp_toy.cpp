@@ -18,9 +18,8 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 using lockstep::World;
@@ -179,24 +178,16 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1000));
   const auto* checkpoint =
       app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
-  app.footer(lockstep::launch_help(launch_options));
-  const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
-  bool two_devices = false;
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
-    two_devices = options.demo.empty() || options.demo == "model-parallel";
+  app.callback([&] {
     const bool saves = options.demo.empty() || options.demo == "checkpoint";
     if (checkpoint->count() > 0 && !saves)
       throw CLI::ValidationError("--checkpoint", options.demo + " does not use it: leave it out");
-    // The tutorial asserts it first, too.
+  });
+  if (const auto code = lockstep::parse(app, argc, argv, launch_options)) return *code;
+  const bool two_devices = options.demo.empty() || options.demo == "model-parallel";
+  try {  // the tutorial asserts it first, too
     if (two_devices) require_devices(std::max(1, options.nproc), options);
     if (options.demo.empty()) lockstep::require_writable(options.checkpoint, "--checkpoint");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
   } catch (const lockstep::UsageError& error) {
     std::cerr << fmt::format("error: {}\n", error.what());
     return 2;

@@ -2,14 +2,12 @@
 // data-parallel. Without them it trains in one process; the comment behind each is what it was, or what it
 // adds. libtorch_mnist_ddp.cpp starts from a program on LibTorch's own datasets and loaders.
 //   five_lines --nproc 4        starts four processes itself; torchrun, or RANK and WORLD_SIZE, do as well
-#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
-#include <iostream>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 // 2,048 points of a noisy line in 20 dimensions, the same on every rank.
 lockstep::TensorDataset points() {
@@ -48,17 +46,7 @@ int main(int argc, char** argv) {
   int epochs = 10;
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--epochs", epochs, "epochs to train")->check(CLI::Range(1'000'000));
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   return lockstep::launch(argc, argv,
                           [&](const lockstep::World& world) { train(world, epochs); });  // 5: was train()
 }

@@ -1,16 +1,14 @@
 // Two models and two optimizers in one program: a small GAN that learns to draw digits, with several
 // processes.
 //   gan --nproc 2 --steps 2000
-#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
-#include <iostream>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -90,16 +88,6 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--steps", steps, "optimizer steps of either model")->check(CLI::Range(1, 1'000'000));
   app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 1'000'000));
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });
 }

@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
-#include <iostream>
 #include <map>
 #include <optional>
 #include <string>
@@ -27,11 +26,10 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/image_folder.hpp"
 #include "lockstep/datasets/image_transforms.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 using Dict = c10::impl::GenericDict;
@@ -462,12 +460,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(std::int64_t{32}, std::int64_t{4096}));
   app.add_option("--save-dir", options.save_dir, "folder of checkpoint.pt and model_best.pt");
   app.add_flag("--dummy", options.dummy, "random images")->excludes(data);
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.callback([&] {
     for (const double value : {options.lr, options.momentum, options.weight_decay})
       if (std::isnan(value)) throw CLI::ValidationError("--lr, --momentum, --wd", "nan is not a number");
     for (const char* of_optimizer : {"--lr", "--scale-lr", "--momentum", "--wd"})
@@ -476,11 +469,8 @@ int main(int argc, char** argv) {
                                  "--scale-lr", "--save-dir"})
       if (options.evaluate && app.count(training) > 0)
         throw CLI::ValidationError(training, "with -e it has no use: leave it out");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   options.dummy = options.dummy || options.data.empty();
   if (!options.epochs) options.epochs = options.dummy ? 2 : 90;
   if (!options.batch_size) options.batch_size = options.dummy ? 32 : 256;

@@ -12,9 +12,9 @@
 #include <sstream>
 #include <string>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;
@@ -170,16 +170,10 @@ int main(int argc, char** argv) {
   app.add_option("--checkpoint-every", options.checkpoint_every, "steps between checkpoints")
       ->check(CLI::Range(1, 1'000'000));
   app.add_flag("--restore", options.restore, "continue from the last checkpoint in the folder");
+  if (const auto code = lockstep::parse(app, argc, argv, lockstep::no_launch_flags)) return *code;
   try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(argc, argv);
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     run(options);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << std::string("error: ") + error.what() + "; see --help\n";
-    return 2;
   } catch (const lockstep::CheckpointError& error) {  // a file could not be written
     std::cerr << std::string("error: ") + error.what() + "\n";
     return 1;

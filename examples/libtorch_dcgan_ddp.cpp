@@ -11,11 +11,11 @@
 #include <sstream>
 #include <string>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/ddp.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;
@@ -192,18 +192,10 @@ int main(int argc, char** argv) {
   app.add_option("--checkpoint-every", options.checkpoint_every, "steps between checkpoints")
       ->check(CLI::Range(1, 1'000'000));
   app.add_flag("--restore", options.restore, "continue from the last checkpoint in the folder");
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     return lockstep::launch(argc, argv, [&](const lockstep::World& world) { run(world, options); });
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << std::string("error: ") + error.what() + "; see --help\n";
-    return 2;
   } catch (const lockstep::Error& error) {
     std::cerr << std::string("error: ") + error.what() + "\n";
     return 2;

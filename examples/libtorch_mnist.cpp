@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;
@@ -100,16 +100,10 @@ int main(int argc, char** argv) {
   app.add_option("--samples", options.samples, "training digits to use")->check(CLI::Range(1, 60'000));
   app.add_option("--batch-size", options.batch_size, "batch size")->check(CLI::Range(1, 60'000));
   app.add_option("--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
+  if (const auto code = lockstep::parse(app, argc, argv, lockstep::no_launch_flags)) return *code;
   try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(argc, argv);
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     run(options);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << std::string("error: ") + error.what() + "; see --help\n";
-    return 2;
   } catch (const lockstep::Error& error) {
     std::cerr << std::string("error: ") + error.what() + "\n";
     return 2;

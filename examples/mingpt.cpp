@@ -41,9 +41,8 @@
 #include <fmt/format.h>
 #include <toml++/toml.h>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -540,12 +539,8 @@ int main(int argc, char** argv) {
   std::string footer = "Keys of the file and of overrides, with their defaults:\n";
   for (const Key& key : keys)
     footer += fmt::format("  {:<46}{}\n", key.name + "=" + value_text(key), key.help);
-  app.footer(footer + "\n" + lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.footer(footer + "\n");
+  app.callback([&] {
     if (std::error_code ignored; std::filesystem::is_directory(config, ignored))  // parse_file finds no keys
       throw CLI::ValidationError("--config", config + " is a folder: give a TOML file such as mingpt.toml");
     if (!config.empty()) read_table(keys, config, toml::parse_file(config));
@@ -561,10 +556,9 @@ int main(int argc, char** argv) {
     if (options.sample.number == 0)
       for (const char* key : {"sample_config.length=", "sample_config.temperature="})
         refuse(key, "with sample_config.number=0 it has no use");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
+  });
+  try {
+    if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   } catch (const toml::parse_error& error) {
     const auto line = error.source().begin.line;  // 0 for a file that cannot be opened
     std::cerr << fmt::format("error: --config: {}{}: {}; give a TOML file such as mingpt.toml\n", config,

@@ -13,15 +13,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <iostream>
 #include <string>
 #include <type_traits>
 #include <utility>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -116,27 +114,18 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(4'294'967'295));
   app.add_option("--workers", options.training.num_workers, "data-loading threads of each process")
       ->check(CLI::Range(1000));
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files, plain or .gz");
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files, plain or .gz");
   auto* download = app.add_flag("--download", options.data.download,
                                 "fetch MNIST into the data folder, or into the cache without one");
   app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
       ->needs(download);
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each");
   app.add_option("--save", options.save, "file to write the trained model to");
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.callback([&] {
     if (std::isnan(*options.training.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto run = [&](const lockstep::World& world) {
     if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });

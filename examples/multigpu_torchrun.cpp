@@ -15,14 +15,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <iostream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/with_device.hpp"
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 
@@ -192,18 +190,10 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"mse", "cross-entropy"}));
   app.add_option("--momentum", options.momentum, "momentum of SGD")->check(CLI::Range(0.0, 1.0));
   app.add_option("--snapshot_path,--snapshot-path", options.snapshot_path, "the snapshot's file");
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  app.callback([&] {
     if (std::isnan(options.momentum)) throw CLI::ValidationError("--momentum", "nan is not a number");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto run = [&](const lockstep::World& world) {
     world.rank_zero([&] { lockstep::require_writable(options.snapshot_path, "--snapshot_path"); });
     lockstep::with_device(world, [&]<class Comm>(Comm comm) { train(world, options, std::move(comm)); });

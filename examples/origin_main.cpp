@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 
@@ -128,19 +129,12 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_option("--save", options.save, "file to write the model to");
-  app.add_option_function<std::string>(
-      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-      "folder with MNIST's four files; without it, digits are drawn");
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(argc, argv);
+  app.add_option("--data-dir,--data_dir", options.data.folder,
+                 "folder with MNIST's four files; without it, digits are drawn");
+  app.callback([&] {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  });
+  if (const auto code = lockstep::parse(app, argc, argv, lockstep::no_launch_flags)) return *code;
   try {
     run(options);
   } catch (const lockstep::UsageError& error) {

@@ -3,17 +3,15 @@
 // it as an exercise to cut them into chunks. With n chunks, each rank sends 2 (n - 1) / n of the tensor.
 //   ring_all_reduce --nproc 4 --elements 1000000          starts four processes itself
 //   torchrun --no-python --nproc-per-node 4 ring_all_reduce, srun -n 4 and mpirun -n 4 do as well
-#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <cstddef>
 #include <cstdint>
-#include <iostream>
 #include <vector>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/world/launch.hpp"
 
 /// Replaces `tensor`, contiguous and of equal shape and dtype on every rank, by its sum over the ranks.
 /// Returns the number of bytes that this rank has sent.
@@ -75,16 +73,6 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--elements", elements, "length of the tensor of float32")
       ->check(CLI::Range(1, 100'000'000));
-  app.footer(lockstep::launch_help());
-  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { run(world, elements); });
 }

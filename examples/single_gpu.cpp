@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/cli.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace nn = torch::nn;
@@ -128,15 +129,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));
-  try {
-    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
-      throw CLI::ValidationError(*flag, "the value is empty");
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << fmt::format("error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = lockstep::parse(app, argc, argv, lockstep::no_launch_flags)) return *code;
   try {
     train(options);
   } catch (const lockstep::UsageError& error) {

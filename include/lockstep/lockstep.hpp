@@ -3,8 +3,8 @@
 #include "lockstep/detail/libtorch_required.hpp"
 
 // Every public header except ddp.hpp, whose headers are all here, comm/nccl_comm.hpp, which needs CUDA,
-// train/safetensors.hpp, which needs nlohmann/json, train/script_model.hpp, which includes TorchScript, and
-// those of datasets/.
+// cli.hpp, which needs CLI11, train/safetensors.hpp, which needs nlohmann/json, train/script_model.hpp, which
+// includes TorchScript, and those of datasets/.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"

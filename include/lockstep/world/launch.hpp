@@ -1,7 +1,6 @@
 #pragma once
 
 #include <functional>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -23,11 +22,6 @@ namespace lockstep {
 /// Returns the command line without the flags that `launch` reads (see LaunchOptions) and their values, with
 /// a final null pointer as in main's argv. For a program that parses its arguments before `launch`.
 std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options = {});
-
-/// Returns the first flag whose value is empty (`--out ""`, or `--out=` as `--out=$UNSET` expands), or
-/// std::nullopt. An empty argument that follows no flag is called "argument N". For a program whose parser
-/// takes an empty value or the next argument for it, as CLI11 does.
-std::optional<std::string> flag_without_value(int argc, const char* const* argv);
 
 /// Returns the help text of the flags that `launch` reads, one line each, for the program's own `--help`.
 std::string launch_help(const LaunchOptions& options = {});

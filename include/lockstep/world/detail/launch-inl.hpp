@@ -185,16 +185,6 @@ LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const
   return detail::parse_command_line(argc, argv, options).rest;
 }
 
-LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const char* const* argv) {
-  for (int i = 1; i < argc; ++i) {
-    const std::string text = argv[i];
-    if (text.empty()) return argv[i - 1][0] == '-' ? argv[i - 1] : detail::formatted("argument {}", i);
-    if (text == "--") break;
-    if (text.compare(0, 2, "--") == 0 && text.find('=') == text.size() - 1) return text;
-  }
-  return std::nullopt;
-}
-
 LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   std::string help;
   const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 1 without GPUs";
