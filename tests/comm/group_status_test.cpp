@@ -137,6 +137,17 @@ TEST_CASE("ranks that wait for each other after different numbers of collectives
   }
 }
 
+TEST_CASE("a rank that has left reports its last collective once more, and then nothing") {
+  for (const bool reported : {false, true}) {
+    GroupStatus status("group", {});
+    status.enter("barrier");
+    if (reported) CHECK(status.new_marks());
+    status.leave();
+    CHECK(status.new_marks().has_value() == !reported);
+    CHECK(!status.new_marks());
+  }
+}
+
 TEST_CASE("calls that the last 1,024 do not reach are said to differ all the same") {
   GroupStatus one("group", {}), other("group", {});
   one.enter("barrier");

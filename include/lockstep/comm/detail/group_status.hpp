@@ -137,21 +137,25 @@ class GroupStatus : public ReportedGroup {
   }
   /// Of the last collective, and of the last multiple of each power of 2 from mark_interval on, one of which all ranks
   /// report whatever their pace is. Where no collective has come since the last report, once of the last mark_interval:
-  /// ranks that wait for each other after different numbers of collectives share one of these.
+  /// ranks that wait for each other after numbers of collectives that differ by less share one of these.
   std::optional<CallMarks> new_marks() override {
     const std::lock_guard lock(mutex_);
+    if (reported_ == sequence_ && waits_) return std::nullopt;
     CallMarks all{name, ranks.size(), {{sequence_, hash_}}};
-    if (reported_ != sequence_) {
+    waits_ = reported_ == sequence_ || left_;
+    if (std::exchange(reported_, sequence_) != sequence_) {
       for (const auto& [sequence, hash] : marks_)
         if (sequence > 0) all.marks.push_back({sequence, hash});
-    } else if (!std::exchange(waits_, true)) {
+    } else {
       for (std::uint64_t back = 1; back < std::min(sequence_, mark_interval); ++back)
         all.marks.push_back({sequence_ - back, last_[(sequence_ - back) % most_kept].hash});
-    } else {
-      return std::nullopt;
     }
-    if (std::exchange(reported_, sequence_) != sequence_) waits_ = false;
     return all;
+  }
+  /// No collective follows, and no report after the next: the store forgets the group once all ranks have left.
+  void leave() {
+    const std::lock_guard lock(mutex_);
+    left_ = waits_ = true;
   }
 
  private:
@@ -170,7 +174,7 @@ class GroupStatus : public ReportedGroup {
 
   mutable std::mutex mutex_;
   std::uint64_t sequence_ = 0, hash_ = 0, reported_ = ~std::uint64_t{0};
-  bool waits_ = false;  // no collective had come since the last report
+  bool waits_ = false, left_ = false;  // no collective had come since the last report, or will come
   std::vector<Entry> last_;  // by number, modulo its size; empty before the first collective
   std::array<std::pair<std::uint64_t, std::uint64_t>, 40> marks_{};  // by power of 2
 };

@@ -40,7 +40,7 @@ namespace lockstep::detail {
 class RunState {
  public:
   using Time = std::chrono::steady_clock::time_point;
-  static constexpr std::size_t max_report_bytes = 1 << 20, max_groups = 1 << 16;
+  static constexpr std::size_t max_report_bytes = 1 << 22, max_groups = 1 << 16;
 
   /// `doubt`: what may keep ranks from reaching the store, for who waits for them.
   explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {})
