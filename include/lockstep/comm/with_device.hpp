@@ -25,11 +25,8 @@ namespace detail {
 DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
                          std::optional<DeviceKind> wanted, const Variables& variables = process_variable);
 
-/// Throws MismatchError unless all ranks chose the same device kind. Every rank calls it.
-void agree_on_device(const World& world, DeviceKind kind);
-
-/// Chooses this rank's device kind and checks that all ranks chose the same. Collective.
-DeviceKind agreed_device(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
+/// The same of the rank of `world`. Logs a warning if it chooses CPUs because CUDA sees none of the host's GPUs.
+DeviceKind device_of_rank(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
 
 }  // namespace detail
 
@@ -58,10 +55,10 @@ decltype(auto) with_device(const World& world, Program&& program,
   static_assert(
       std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, GlooComm>>,
       "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
-  if (detail::agreed_device(world, static_cast<int>(c10::cuda::device_count()), wanted) == DeviceKind::gpu)
+  if (detail::device_of_rank(world, static_cast<int>(c10::cuda::device_count()), wanted) == DeviceKind::gpu)
     return std::forward<Program>(program)(NcclComm{world});
 #else
-  detail::agreed_device(world, std::nullopt, wanted);
+  detail::device_of_rank(world, std::nullopt, wanted);
 #endif
   return std::forward<Program>(program)(GlooComm{world});
 }

@@ -472,7 +472,8 @@ class BackendGroup final : public Group {
 };
 
 /// Makes the group of all ranks in the constructor `constructor` of a communicator. Collective. Throws
-/// UsageError for invalid options.
+/// UsageError for invalid options, and MismatchError on ranks that would compute on another kind of device than the
+/// first one that comes.
 ///
 /// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their
 /// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count
@@ -484,10 +485,19 @@ inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const 
   options.timeout = checked_timeout("ProcessGroupOptions", options.timeout);
   const std::string name = store_keys::communicators;
   std::int64_t number = 0;
-  if (world.size() > 1)
-    number = Group(world, {world.rank()}, name, options.timeout).ask(Group::making(), [&](RunClient run) {
-      return run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
+  if (world.size() > 1) {
+    const std::string own = formatted("{} {}", options.device.is_cpu() ? "CPUs" : "GPUs", world.rank());
+    Group self(world, {world.rank()}, name, options.timeout);
+    const std::string first = self.ask(Group::making(), [&](RunClient run) {
+      number = run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
+      return run.compare_set(formatted("lockstep/device/{}", number), {}, own);
     });
+    if (first.substr(0, 4) != own.substr(0, 4))
+      throw MismatchError(
+          formatted("rank {} would compute on {}, and rank {} on {}: set LOCKSTEP_DEVICE=cpu on all of them, "
+                    "or give each a GPU and a program built with CUDA",
+                    first.substr(5), first.substr(0, 4), world.rank(), own.substr(0, 4)));
+  }
   std::vector<int> ranks(static_cast<std::size_t>(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return std::make_shared<BackendGroup>(world, std::move(ranks), formatted("{}/{}", name, number),
