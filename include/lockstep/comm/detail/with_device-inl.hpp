@@ -4,6 +4,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 
 namespace lockstep::detail {
@@ -15,6 +16,9 @@ LOCKSTEP_INLINE DeviceKind choose_device(const Environment& rank, std::optional<
       throw UsageError(formatted("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
     wanted = *text == "gpu" ? DeviceKind::gpu : DeviceKind::cpu;
   }
+  if (!wanted && visible == 0 && visible_gpus() > 0)
+    Log(rank.rank).warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs",
+                           visible_gpus());
   if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) return DeviceKind::cpu;
   if (!visible)
     throw UsageError(
@@ -23,14 +27,6 @@ LOCKSTEP_INLINE DeviceKind choose_device(const Environment& rank, std::optional<
                   rank.rank));
   gpu_of_rank(rank, *visible, std::nullopt, variables);
   return DeviceKind::gpu;
-}
-
-LOCKSTEP_INLINE DeviceKind device_of_rank(const World& world, std::optional<int> visible,
-                                          std::optional<DeviceKind> wanted) {
-  const DeviceKind kind = choose_device(world.environment(), visible, wanted);
-  if (kind == DeviceKind::cpu && !wanted && visible == 0 && visible_gpus() > 0)
-    world.log.warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs", visible_gpus());
-  return kind;
 }
 
 }  // namespace lockstep::detail
