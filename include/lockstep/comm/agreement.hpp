@@ -94,13 +94,13 @@ std::string outcome_of(Local&& local) noexcept try {
 
 /// Returns one text for all failed outcomes, equal on every rank: the text alone if every rank failed with
 /// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
-std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of = {});
+std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
 
 std::string serialize(const NamedValues& values);  // each name and value, terminated by a zero byte
 
 /// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
 /// and 3 on rank 1". `serialized` holds each rank's values. An empty string if all are equal.
-std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of = {});
+std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of);
 
 /// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
 /// broadcasts the bytes of one rank at a time.
@@ -135,7 +135,7 @@ template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
-  if (const std::string text = detail::failures_text({outcome}); !text.empty())
+  if (const std::string text = detail::failures_text({outcome}, detail::RankNames(comm)); !text.empty())
     throw detail::CollectiveError<E>(text, comm.size());
   outcome.erase(0, 1);
   return outcome;

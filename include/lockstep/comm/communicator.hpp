@@ -109,7 +109,6 @@ namespace detail {
 /// Maps ranks of a group to the ranks that errors name: ranks of the world if the communicator has
 /// `world_rank(rank)`, ranks of the group otherwise.
 struct RankNames {
-  RankNames() = default;
   template <class C>
   explicit RankNames(const C& group) {
     for (int rank = 0; rank < group.size(); ++rank)
@@ -118,7 +117,7 @@ struct RankNames {
       else
         names.push_back(rank);
   }
-  int operator()(std::size_t rank) const { return names.empty() ? static_cast<int>(rank) : names.at(rank); }
+  int operator()(std::size_t rank) const { return names.at(rank); }
 
   std::vector<int> names;
 };

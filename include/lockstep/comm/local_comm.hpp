@@ -20,8 +20,7 @@ struct [[nodiscard]] LocalWork {
   LocalWork& operator=(LocalWork&&) = default;
 
   void wait() const noexcept {}
-  void synchronize() const noexcept {}
-  void synchronize(std::chrono::milliseconds) const noexcept {}
+  void synchronize(std::chrono::milliseconds = {}) const noexcept {}
   [[nodiscard]] std::exception_ptr error() const noexcept { return nullptr; }
 };
 

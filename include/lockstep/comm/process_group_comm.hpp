@@ -19,9 +19,6 @@
 #include "lockstep/comm/options.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace c10d {
-class Backend;
-}
 namespace lockstep {
 namespace detail {
 
@@ -39,10 +36,14 @@ class [[nodiscard]] ProcessGroupWork {
   ProcessGroupWork& operator=(ProcessGroupWork&&) noexcept = default;
 
   void wait();
-  void synchronize() { synchronize(std::chrono::milliseconds::max()); }
-  void synchronize(std::chrono::milliseconds timeout);
+  void synchronize(std::chrono::milliseconds timeout = std::chrono::milliseconds::max());
 
-  [[nodiscard]] std::exception_ptr error() const noexcept;
+  [[nodiscard]] std::exception_ptr error() const noexcept {
+    if (error_) return error_;
+    for (const auto& part : parts_)
+      if (auto error = part->exception()) return error;
+    return nullptr;
+  }
 
   void add(c10::intrusive_ptr<c10d::Work> part);
   /// Adds a function that the first wait() or synchronize() runs once the Work is complete, after those that
@@ -100,17 +101,15 @@ class ProcessGroupComm {
   using Work = detail::ProcessGroupWork;
 
   /// Performs the rendezvous with the other ranks. On a device, makes it the current device of the calling
-  /// thread. Collective. Blocks. Throws UsageError for a null backend, or one whose rank or size is not the
-  /// world's, and TimeoutError that names the missing ranks.
+  /// thread. Collective. Blocks. Throws UsageError for a null backend, or one whose rank or size is not the world's,
+  /// MismatchError if some ranks compute on CPUs and others do not, and TimeoutError that names the missing ranks.
   ProcessGroupComm(const World& world, c10::intrusive_ptr<c10d::Backend> backend,
                    ProcessGroupOptions options = {});
 
   ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
-  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept {
-    if (this == &other) return *this;
-    leave();
-    group_ = std::move(other.group_);
-    exceptions_ = other.exceptions_;
+  ProcessGroupComm& operator=(ProcessGroupComm other) noexcept {
+    std::swap(group_, other.group_);
+    std::swap(exceptions_, other.exceptions_);
     return *this;
   }
   ~ProcessGroupComm() { leave(); }

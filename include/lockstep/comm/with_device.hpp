@@ -21,15 +21,9 @@ namespace detail {
 
 /// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
 /// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
-/// choice is a GPU and this rank has none.
+/// choice is a GPU and this rank has none. Logs a warning if CUDA sees none of the GPUs of this host.
 DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
                          std::optional<DeviceKind> wanted, const Variables& variables = process_variable);
-
-/// Throws MismatchError unless all ranks chose the same device kind. Every rank calls it.
-void agree_on_device(const World& world, DeviceKind kind);
-
-/// Chooses this rank's device kind and checks that all ranks chose the same. Collective.
-DeviceKind agreed_device(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
 
 }  // namespace detail
 
@@ -58,10 +52,11 @@ decltype(auto) with_device(const World& world, Program&& program,
   static_assert(
       std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, GlooComm>>,
       "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
-  if (detail::agreed_device(world, static_cast<int>(c10::cuda::device_count()), wanted) == DeviceKind::gpu)
+  const int visible = c10::cuda::device_count();
+  if (detail::choose_device(world.environment(), visible, wanted) == DeviceKind::gpu)
     return std::forward<Program>(program)(NcclComm{world});
 #else
-  detail::agreed_device(world, std::nullopt, wanted);
+  detail::choose_device(world.environment(), std::nullopt, wanted);
 #endif
   return std::forward<Program>(program)(GlooComm{world});
 }

@@ -18,7 +18,6 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
-#include <stdexcept>
 #include <stop_token>
 #include <string>
 #include <thread>
@@ -114,7 +113,6 @@ class BackendGroup final : public Group {
     const std::string backend_name = backend_->getBackendName();
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
-    has_futures_ = on_host();
     check_ = {is_gloo_ ? "Gloo" : formatted("the backend '{}'", backend_name), options_.device.type()};
     // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
     // store.
@@ -155,16 +153,14 @@ class BackendGroup final : public Group {
   }
 
   template <class Start>
-  BackendWork launch(const char* name, const Start& start) {
-    try {
-      return start(*backend_);
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      throw CommunicationError(
-          formatted("{}: {} refused it: {}", name, check_.backend, classify(error.what()).text),
-          world().rank());
-    }
+  BackendWork launch(const char* name, const Start& start) try {
+    return start(*backend_);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CommunicationError(
+        formatted("{}: {} refused it: {}", name, check_.backend, classify(error.what()).text),
+        world().rank());
   }
 
   /// Runs `function(error)` on the backend's thread when `work` has completed or failed, and before it counts
@@ -226,11 +222,7 @@ class BackendGroup final : public Group {
 
   void order_stream(const Call& call, c10d::Work& work) {
     Group::check_error();
-    try {
-      work.wait();
-    } catch (...) {
-      throw_transport_error(call, std::current_exception());
-    }
+    of_backend(call, [&] { work.wait(); });
     Group::check_error();
   }
 
@@ -306,11 +298,7 @@ class BackendGroup final : public Group {
           .wait_until(lock, std::min(until, Clock::now() + look_interval),
                       [&] { return work.*WorkInternals::completed; });
     }
-    try {
-      if (work.isCompleted()) return true;
-    } catch (...) {
-      throw_transport_error(call, std::current_exception());
-    }
+    if (of_backend(call, [&] { return work.isCompleted(); })) return true;
     std::this_thread::sleep_for(pause);
     pause = std::max(pause, std::min(2 * pause, last_pause));
     return false;
@@ -341,7 +329,7 @@ class BackendGroup final : public Group {
     if (auto cause = work.exception()) return cause;
     const std::lock_guard lock(mutex_);
     if (!is_nccl_ || !backend_ || !has_failed(*backend_)) return nullptr;
-    return std::make_exception_ptr(std::runtime_error("NCCL has aborted its communicator"));
+    return std::make_exception_ptr(CommunicationError("NCCL has aborted its communicator"));
   }
 
   // The thread that watches the operations on a device. The errors that it finds are stored; the next call of
@@ -377,14 +365,8 @@ class BackendGroup final : public Group {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
-    try {
-      connecting.rethrow();
-      return std::move(*made);
-    } catch (const Error&) {
-      throw;
-    } catch (...) {
-      throw_transport_error(call, std::current_exception());
-    }
+    of_backend(call, [&] { connecting.rethrow(); });
+    return std::move(*made);
   }
 
   // Ends the operations in flight after a failure. On the host not of a backend that the program may share;
@@ -440,6 +422,15 @@ class BackendGroup final : public Group {
     throw error;
   }
 
+  // Returns `ask()` of the backend. If the backend throws, finds the rank that caused it and throws that error.
+  template <class Ask>
+  auto of_backend(const Call& call, const Ask& ask) -> decltype(ask()) try {
+    return ask();
+  } catch (const Error&) {
+    throw;
+  } catch (...) {
+    throw_transport_error(call, std::current_exception());
+  }
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     Group::check_error();
@@ -459,7 +450,7 @@ class BackendGroup final : public Group {
   const pid_t owner_ = getpid();
   TensorCheck check_;
   bool is_gloo_ = false, is_nccl_ = false;
-  std::atomic<bool> has_futures_{false};
+  std::atomic<bool> has_futures_{on_host()};
   std::mutex mutex_;
   std::vector<BackendWork> kept_;
   int children_ = 0;
@@ -472,7 +463,8 @@ class BackendGroup final : public Group {
 };
 
 /// Makes the group of all ranks in the constructor `constructor` of a communicator. Collective. Throws
-/// UsageError for invalid options.
+/// UsageError for invalid options, and MismatchError on ranks that would compute on another kind of device than the
+/// first one that comes.
 ///
 /// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their
 /// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count
@@ -484,10 +476,19 @@ inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const 
   options.timeout = checked_timeout("ProcessGroupOptions", options.timeout);
   const std::string name = store_keys::communicators;
   std::int64_t number = 0;
-  if (world.size() > 1)
-    number = Group(world, {world.rank()}, name, options.timeout).ask(Group::making(), [&](RunClient run) {
-      return run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
+  if (world.size() > 1) {
+    const std::string own = formatted("{} {}", options.device.is_cpu() ? "CPUs" : "GPUs", world.rank());
+    Group self(world, {world.rank()}, name, options.timeout);
+    const std::string first = self.ask(Group::making(), [&](RunClient run) {
+      number = run.add(store_keys::calls_of_rank("comm", world.rank()), 1) - 1;
+      return run.compare_set(formatted("lockstep/device/{}", number), {}, own);
     });
+    if (first.substr(0, 4) != own.substr(0, 4))
+      throw MismatchError(
+          formatted("rank {} would compute on {}, and rank {} on {}: set LOCKSTEP_DEVICE=cpu on all of them, "
+                    "or give each a GPU and a program built with CUDA",
+                    first.substr(5), first.substr(0, 4), world.rank(), own.substr(0, 4)));
+  }
   std::vector<int> ranks(static_cast<std::size_t>(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return std::make_shared<BackendGroup>(world, std::move(ranks), formatted("{}/{}", name, number),

@@ -30,15 +30,15 @@ inline at::Tensor movable(const at::Tensor& contiguous) {
   return contiguous.detach().view({-1}).view(at::kByte);
 }
 
-/// Returns the backend's operation for `op`. Without `averages`, an average is a sum that the caller divides:
+/// Returns the backend's operation for `op`. Unless the group `averages()`, avg is a sum that the caller divides:
 /// Gloo has averages only since 2.13, and MPI has none.
-inline c10d::ReduceOp native(ReduceOp op, const at::Tensor& tensor, bool averages) {
+inline c10d::ReduceOp native(const BackendGroup& group, ReduceOp op, const at::Tensor& tensor) {
   using Native = c10d::ReduceOp;
   static constexpr Native::RedOpType ops[] = {Native::SUM, Native::AVG, Native::MIN, Native::MAX,
                                               Native::PRODUCT};
   // Backends add bools as bytes, and a bool must not become 2.
   if (op == ReduceOp::sum && tensor.scalar_type() == at::kBool) return Native::MAX;
-  return op == ReduceOp::avg && !averages ? Native::SUM : ops[static_cast<int>(op)];
+  return op == ReduceOp::avg && !group.averages() ? Native::SUM : ops[static_cast<int>(op)];
 }
 
 /// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last. An average is a sum that the
@@ -117,17 +117,17 @@ inline c10::SmallVector<TensorBundle, 1> bundles_of(at::TensorList tensors, std:
   return bundles;
 }
 
-// Each of these starts an operation on contiguous tensors.
+// Each of these starts an operation on contiguous tensors of any dtype.
 
 inline BackendWork start_broadcast(c10d::Backend& backend, const at::Tensor& tensor, int root) {
-  std::vector<at::Tensor> tensors{tensor};
+  std::vector<at::Tensor> tensors{movable(tensor)};
   return backend.broadcast(tensors, {.rootRank = root});
 }
 
 /// Starts an all-gather of `row` into the rows of `rows`: one tensor for a device's backend, which then
 /// copies no row.
 inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
-  at::Tensor to = rows.detach().view({-1}), from = row.detach().view({-1});
+  at::Tensor to = movable(rows).detach().view({-1}), from = movable(row).detach().view({-1});
   if (!row.is_cpu()) return all_gather_single(backend, to, from);
   std::vector<std::vector<at::Tensor>> outputs{to.view({backend.getSize(), -1}).unbind(0)};
   std::vector<at::Tensor> inputs{from};
@@ -136,7 +136,10 @@ inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& ro
 
 /// Starts an all-to-all: sends row r of `input` [size, ...] to rank r; row s of `rows` comes from rank s.
 inline BackendWork start_all_to_all(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& input) {
-  auto to = rows.detach().view({backend.getSize(), -1}), from = input.detach().view({backend.getSize(), -1});
+  const auto view = [&](const at::Tensor& tensor) {
+    return movable(tensor).detach().view({backend.getSize(), -1});
+  };
+  auto to = view(rows), from = view(input);
   return all_to_all_single(backend, to, from);
 }
 
@@ -146,12 +149,6 @@ struct BytesHeader {
   std::int64_t length;
   std::uint64_t sequence, hash;  // of the communicator's collectives so far
   SentName name;                 // of the public call that the exchange serves
-
-  static BytesHeader of(BackendGroup& group, const Call& call, std::size_t length) {
-    const auto [sequence, hash] = group.status().mark();
-    return {static_cast<std::int64_t>(length), sequence, hash, sent_name(call.served)};
-  }
-  [[nodiscard]] std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
 };
 
 /// Returns a new tensor [length] of the bytes, padded with zeros.
@@ -164,12 +161,11 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
-/// Returns the error of ranks that have made different calls, after the store has found the first of them.
-inline std::exception_ptr mismatch(BackendGroup& group, const Call& call) {
-  static_cast<void>(group.plane()->await_mismatch());
-  if (auto error = group.obstacle(call)) return error;
-  return std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
-                                               "; every rank must make the same, in order"));
+/// Returns the BytesHeader of this rank, which sends `length` bytes.
+inline at::Tensor own_header(BackendGroup& group, const Call& call, std::size_t length) {
+  const auto [sequence, hash] = group.status().mark();
+  const BytesHeader own{static_cast<std::int64_t>(length), sequence, hash, sent_name(call.served)};
+  return bytes_tensor({reinterpret_cast<const char*>(&own), sizeof own}, sizeof own);
 }
 
 /// Returns the headers in `rows` [ranks, sizeof(BytesHeader)]. Fails the group with a MismatchError if they
@@ -183,9 +179,16 @@ inline std::vector<BytesHeader> one_call(BackendGroup& group, const Call& call, 
     names.emplace_back(header.name.data(), strnlen(header.name.data(), header.name.size()));
   if (const auto calls = different_calls(names, ranks); !calls.empty())
     group.fail(std::make_exception_ptr(MismatchError(calls)), true);
-  for (const BytesHeader& header : headers)
-    if (header.sequence != headers[0].sequence || header.hash != headers[0].hash)
-      group.fail(mismatch(group, call), true);
+  for (const BytesHeader& header : headers) {
+    if (header.sequence == headers[0].sequence && header.hash == headers[0].hash) continue;
+    static_cast<void>(group.plane()->await_mismatch());  // the store finds the first calls that differ
+    auto error = group.obstacle(call);
+    if (!error)
+      error =
+          std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
+                                                "; every rank must make the same, in order"));
+    group.fail(error, true);
+  }
   return headers;
 }
 
@@ -227,8 +230,8 @@ inline std::string broadcast_pieces(BackendGroup& group, const Call& call, std::
 inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
   const int size = group.size();
   if (size == 1) return {own};
-  const auto row = bytes_tensor(BytesHeader::of(group, call, own.size()).bytes(), sizeof(BytesHeader));
-  const auto headers = one_call(group, call, gather_rows(group, call, row), group.ranks());
+  const auto headers =
+      one_call(group, call, gather_rows(group, call, own_header(group, call, own.size())), group.ranks());
   std::int64_t total = 0, longest = 0;
   for (const BytesHeader& header : headers) {
     total += header.length;
@@ -248,19 +251,14 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
 }
 
 /// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
-/// receives nothing.
+/// receives nothing, and compares its own.
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
-  const int rank = group.rank();
   if (group.size() == 1) return bytes;
-  const BytesHeader own = BytesHeader::of(group, call, bytes.size());
-  const at::Tensor row = bytes_tensor(own.bytes(), sizeof own);
+  const at::Tensor own = own_header(group, call, bytes.size()), row = own.clone();
   broadcast_row(group, call, row, root);
-  if (rank == root) return broadcast_pieces(group, call, bytes, own.length, root);
-  const std::vector<int>& ranks = group.ranks();
-  const auto headers =
-      one_call(group, call, at::stack({row, bytes_tensor(own.bytes(), sizeof own)}),
-               {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(rank))});
+  const auto headers = one_call(group, call, at::stack({row, own}),
+                                {group.ranks()[static_cast<std::size_t>(root)], group.world().rank()});
   return broadcast_pieces(group, call, bytes, headers[0].length, root);
 }
 

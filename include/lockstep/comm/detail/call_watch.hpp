@@ -130,8 +130,7 @@ class CallWatch {
   /// Returns the error of the call at its timeout: the text names the late ranks and their positions.
   [[nodiscard]] TimeoutError timeout_error() {
     const auto time = waited();
-    Answers answers{.store_answers = true};
-    if (group_.plane()) answers = ask(answer_timeout);
+    const Answers answers = group_.plane() ? ask(answer_timeout) : Answers{.store_answers = true};
     auto late = answers.store_answers ? silent(answers) : std::vector<int>();
     for (const auto& [rank, position] : answers.positions)
       if (!call_.peer && rank != group_.world().rank() && position.sequence < call_.sequence)
@@ -154,17 +153,13 @@ class CallWatch {
     // One whose connection to the store has ended before one that is slow to answer.
     std::stable_partition(late.begin(), late.end(), [&](int rank) { return answers.lost.contains(rank); });
     if (late.empty()) return obstacle_soon(time_left(2 * look_interval, 2 * news_timeout));
-    const int own = group_.world().rank();
-    const auto exit_code = answers.exit_codes.find(late[0]);
-    if (exit_code != answers.exit_codes.end() && exit_code->second == 0)
-      return blame(ended_early(late[0], own, group_.place_of(call_)));
-    return blame({.kind = FailureKind::died,
-                  .rank = late[0],
-                  .message = text + " " + waiting_text(own, group_.place_of(call_))});
+    const auto ended = answers.exit_codes.find(late[0]);
+    const int exit_code = ended == answers.exit_codes.end() ? -1 : ended->second;
+    return blame(group_.end_of(call_, late[0], exit_code, text));
   }
 
   /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a
-  /// rank that still answers has not left.
+  /// rank that still answers has not left, and MismatchError if the store has found different calls of the ranks.
   void await_departures() {
     const auto& plane = group_.plane();
     if (!plane) return;
@@ -173,7 +168,7 @@ class CallWatch {
     auto next_question = Clock::now() + last_request_timeout;
     for (Milliseconds pause(1);; pause = std::min<Milliseconds>(2 * pause, look_interval)) {
       const std::vector<int> staying = plane->staying(group_.status(), end);
-      if (staying.empty() || group_.ended()) return throw_mismatch();
+      if (staying.empty() || group_.ended()) break;
       if (Clock::now() >= next_question) {
         const auto answers = ask(longest_answer);
         if (answers.conclusive && !silent(answers).empty()) return;  // the rank has failed
@@ -189,6 +184,14 @@ class CallWatch {
             staying);
       std::this_thread::sleep_for(pause);
     }
+    std::optional<Failure> failure;  // that the ranks have made different calls
+    try {
+      failure = plane->client(Clock::now() + answer_timeout).summary().failure;
+    } catch (const StoreError&) {  // the store has pushed it, or is gone
+      failure = plane->failure();
+    }
+    if (failure && failure->kind == FailureKind::mismatch)
+      std::rethrow_exception(group_.peer_error(*failure, call_));
   }
 
  private:
@@ -270,25 +273,11 @@ class CallWatch {
                             duration_text(group_.timeout()));
   }
   [[nodiscard]] std::string lateness_of(Milliseconds waited, const Answers& answers) const {
-    const auto time = duration_text(waited);
-    if (!answers.store_answers)
-      return formatted("{} is not complete after {}", call_.text(), time) + group_.silence();
+    if (!answers.store_answers) return group_.silence(call_, waited);
     auto positions = answers.positions;
     for (const auto& [rank, last] : answers.left) positions[rank] = last;
-    return lateness(call_, positions, group_.ranks(), group_.world().rank(), time, answers.elsewhere);
-  }
-
-  // Throws MismatchError if the store has found that the ranks have made different calls.
-  void throw_mismatch() const {
-    const auto& plane = *group_.plane();
-    std::optional<Failure> failure = plane.failure();
-    if (!failure) try {  // it may be on its way
-        failure = plane.client(Clock::now() + answer_timeout).summary().failure;
-      } catch (const StoreError&) {  // it has arrived
-        failure = plane.failure();
-      }
-    if (failure && failure->kind == FailureKind::mismatch)
-      std::rethrow_exception(group_.peer_error(*failure, call_));
+    return lateness(call_, positions, group_.ranks(), group_.world().rank(), duration_text(waited),
+                    answers.elsewhere);
   }
 
   Group& group_;

@@ -6,21 +6,20 @@
 
 namespace lockstep::detail {
 
-/// Whether this thread captures; see CaptureScope.
-LOCKSTEP_PROCESS_WIDE inline constinit thread_local bool capturing = false;
-
 /// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
 /// value may be read.
 class CaptureScope {
  public:
-  CaptureScope() : before_(std::exchange(capturing, true)) {}
+  CaptureScope() : before_(std::exchange(capturing_, true)) {}
   CaptureScope(const CaptureScope&) = delete;
   CaptureScope& operator=(const CaptureScope&) = delete;
-  ~CaptureScope() { capturing = before_; }
+  ~CaptureScope() { capturing_ = before_; }
 
-  [[nodiscard]] static bool active() { return capturing; }
+  [[nodiscard]] static bool active() { return capturing_; }
 
  private:
+  LOCKSTEP_PROCESS_WIDE inline static constinit thread_local bool capturing_ = false;
+
   const bool before_;
 };
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdint>
 #include <exception>
 #include <optional>
 #include <string>
@@ -14,6 +13,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -27,9 +27,7 @@ inline std::string dtype_name(at::ScalarType type) try {
 
 /// Returns a shape or strides as Python prints them: "[4, 3]".
 inline std::string shape_text(c10::IntArrayRef sizes) {
-  std::string text = "[";
-  for (const std::int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
+  return "[" + joined(sizes, ", ") + "]";
 }
 
 /// Returns a tensor's shape and dtype: "[4, 3] float32".
@@ -52,7 +50,9 @@ struct TensorCheck {
   std::optional<at::DeviceType> device;
 };
 
-inline void check_tensor(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor) {
+/// Throws CommunicationError unless the communicator can move the tensor, and reduce it by `op` if there is one.
+inline void check_tensor(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor,
+                         std::optional<ReduceOp> op = {}) {
   std::string fault;
   if (!tensor.defined())
     fault = "undefined";
@@ -63,25 +63,18 @@ inline void check_tensor(const TensorCheck& check, std::string_view collective, 
   else if (check.device && tensor.device().type() != *check.device)
     fault = formatted("on {}, and {} moves {} tensors: call {}() first", tensor.device().str(), check.backend,
                       c10::DeviceTypeName(*check.device), c10::DeviceTypeName(*check.device, true));
-  else
-    return;
-  throw CommunicationError(
-      formatted("{}: the tensor {}is {}", collective, tensor.defined() ? describe(tensor) + " " : "", fault));
-}
-
-inline void check_reducible(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor,
-                            ReduceOp op) {
-  check_tensor(check, collective, tensor);
-  const auto type = tensor.scalar_type();
-  if (!is_reducible(type))
+  if (!fault.empty())
+    throw CommunicationError(formatted("{}: the tensor {}is {}", collective,
+                                       tensor.defined() ? describe(tensor) + " " : "", fault));
+  if (op && !is_reducible(tensor.scalar_type()))
     throw CommunicationError(
         formatted("{}: {} cannot reduce {}: convert it to float32, float64, float16, "
                   "bfloat16, int8, uint8, int32, int64 or bool",
                   collective, check.backend, describe(tensor)));
-  if (op == ReduceOp::avg && !at::isFloatingType(type))
+  if (op == ReduceOp::avg && !tensor.is_floating_point())
     throw CommunicationError(
         formatted("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
-                  collective, describe(tensor), dtype_name(type)));
+                  collective, describe(tensor), dtype_name(tensor.scalar_type())));
 }
 
 /// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in

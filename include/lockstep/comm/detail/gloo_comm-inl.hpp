@@ -16,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <set>
-#include <sstream>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -32,8 +31,8 @@
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
-#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
@@ -48,11 +47,9 @@ using Descriptors = std::set<std::pair<int, std::string>>;
 inline Descriptors opened_since(const Descriptors& before) {
   Descriptors found;
   std::error_code error;
-  for (std::filesystem::directory_iterator entry("/proc/self/fd", error), end; !error && entry != end;
-       entry.increment(error)) {
-    std::error_code closed;
-    std::pair opened(std::atoi(entry->path().filename().c_str()),
-                     std::filesystem::read_symlink(entry->path(), closed).string());
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    std::pair opened(std::atoi(entry.path().filename().c_str()),
+                     std::filesystem::read_symlink(entry.path(), error).string());
     if (!before.contains(opened)) found.insert(std::move(opened));
   }
   return found;
@@ -70,10 +67,7 @@ inline int socket_option(int fd, int name) {
 /// rank would see the rank die.
 inline void keep_from_children(const Descriptors& opened) {
   for (const auto& [fd, target] : opened) {
-    const int family = socket_option(fd, SO_DOMAIN);
-    if ((family != AF_INET && family != AF_INET6) || socket_option(fd, SO_TYPE) != SOCK_STREAM ||
-        (fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0)
-      continue;
+    if (socket_option(fd, SO_PROTOCOL) != IPPROTO_TCP || (fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0) continue;
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     close_in_children(fd);
   }
@@ -144,8 +138,7 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
   if (const char* chosen = std::getenv("GLOO_SOCKET_IFNAME"); interfaces.empty() && chosen)
     interfaces = chosen;
   std::vector<std::shared_ptr<gloo::transport::Device>> devices;
-  std::istringstream names(interfaces);
-  for (std::string interface; std::getline(names, interface, ',');) {
+  for (const std::string& interface : entries_of(interfaces)) {
     if (interface.empty()) continue;
     try {
       devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));

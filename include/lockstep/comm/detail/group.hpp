@@ -27,7 +27,6 @@ namespace lockstep::detail {
 /// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
 inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
-  if (environment.rendezvous.empty()) return "the store";
   const auto url = parse_rendezvous(environment.rendezvous);
   return formatted("the store at {}:{}{}", url.host, url.port,
                    environment.store_is_hosted ? "" : ", which rank 0 hosts,");
@@ -88,7 +87,7 @@ class Group {
   template <class Ask>
   auto ask(const Call& call, Ask&& ask) -> decltype(ask(std::declval<RunClient>())) {
     auto answer = ask_until(call, call.start + timeout_, std::forward<Ask>(ask));
-    if (!answer) throw_store_timeout(call);
+    if (!answer) throw timeout_error(call, silence(call, timeout_));
     return *std::move(answer);
   }
   /// Returns the Call of a rendezvous: it has no name and no sequence number.
@@ -105,25 +104,26 @@ class Group {
     auto next_warning = call.start + first_warning();
     for (bool waits = true;; waits = !waits) {  // for the others, and then asks who is missing
       const auto now = Clock::now();
-      const auto met = ask_until(call, waits ? std::min(end, next_warning) : soon(), [&](RunClient run) {
-        return waits ? run.meet(name(), needed, /*lasts=*/true) : run.summary(name()).meeting;
-      });
+      const auto met =
+          ask_until(call, waits ? std::min(end, next_warning) : now + answer_timeout, [&](RunClient run) {
+            return waits ? run.meet(name(), needed, /*lasts=*/true) : run.summary(name()).meeting;
+          });
       if (met && met->met()) return;
       // A rank that has ended has published its reason before. The store may have been lost since then.
       if (met && met->ended >= 0) {
         const auto known = plane_->await_failure(met->exit_code != 0 ? news_timeout : Milliseconds(0));
-        if (!known || known->store_lost)
-          std::rethrow_exception(peer_error(end_of(call, met->ended, met->exit_code), call));
+        if (!known || known->store_lost) {
+          const auto code = met->exit_code < 0 ? "" : formatted(" with exit code {}", met->exit_code);
+          std::rethrow_exception(
+              peer_error(end_of(call, met->ended, met->exit_code, "has ended" + code), call));
+        }
       }
       throw_if_failed(call);
       if (waits) continue;
-      std::string text = not_made(call);
-      if (met)
-        text =
-            formatted("{} {} not come to make {} after {}", met->missing_text(),
-                      met->missing == 1 ? "has" : "have", making_text(call), duration_text(now - call.start));
-      else
-        text += silence();
+      const std::string text = met ? formatted("{} {} not come to make {} after {}", met->missing_text(),
+                                               met->missing == 1 ? "has" : "have", making_text(call),
+                                               duration_text(now - call.start))
+                                   : silence(call, now - call.start);
       if (now >= end) throw timeout_error(call, text, met ? met->first_missing : std::vector<int>());
       if (met ? met->lowest == world_.rank() : world_.local_rank() == 0)
         world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
@@ -208,6 +208,13 @@ class Group {
   [[nodiscard]] std::exception_ptr peer_error(const Failure& first, const Call& call) const {
     return error_of(first, world_.rank(), place_of(call));
   }
+  /// Returns the failure of `rank`, which has ended before `call`. `text` says how, unless it has exit code 0.
+  [[nodiscard]] Failure end_of(const Call& call, int rank, int exit_code, const std::string& text) const {
+    const FailedCall place = place_of(call);
+    if (exit_code == 0) return ended_early(rank, world_.rank(), place);
+    return {
+        .kind = FailureKind::died, .rank = rank, .message = text + " " + waiting_text(world_.rank(), place)};
+  }
   /// Returns the error with `text` of a call that has timed out. `late`: the ranks that it has waited for.
   [[nodiscard]] TimeoutError timeout_error(const Call& call, const std::string& text,
                                            const std::vector<int>& late = {}) const {
@@ -227,12 +234,13 @@ class Group {
     }
     return place;
   }
-  /// Returns the end of an error's text where the store does not answer.
-  [[nodiscard]] std::string silence() const {
+  /// Returns the text about a call after `waited` where the store does not answer.
+  [[nodiscard]] std::string silence(const Call& call, Clock::duration waited) const {
     return formatted(
-        ": {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off from rank "
-        "{}: look there, or at the network between them",
-        store_text(world_.environment()), world_.rank());
+        "{} after {}: {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off "
+        "from rank {}: look there, or at the network between them",
+        *call.name == '\0' ? making_text(call) + " is not made" : call.text() + " is not complete",
+        duration_text(waited), store_text(world_.environment()), world_.rank());
   }
   /// Records that the program knows of another rank's failure. See ControlPlane::notice.
   void notice() {
@@ -242,7 +250,8 @@ class Group {
   /// Announces to the other ranks that this rank leaves gracefully. Later calls throw CommunicationError.
   void depart(const Call& call) {
     closed_ = true;
-    if (plane_ && !plane_->publish_departure(*status_, call.start + timeout_)) throw_store_timeout(call);
+    if (plane_ && !plane_->publish_departure(*status_, call.start + timeout_))
+      throw timeout_error(call, silence(call, timeout_));
   }
 
  protected:
@@ -306,22 +315,11 @@ class Group {
     throw CommunicationError(formatted("{} fails: {}", store_text(world_.environment()), reason),
                              world_.rank());
   }
-  // Throws the TimeoutError of a call that the store has not answered in time.
-  [[noreturn]] void throw_store_timeout(const Call& call) const {
-    throw timeout_error(call, (*call.name == '\0' ? not_made(call)
-                                                  : formatted("{} is not complete after {}", call.text(),
-                                                              duration_text(Clock::now() - call.start))) +
-                                  silence());
-  }
 
-  static Clock::time_point soon() { return Clock::now() + answer_timeout; }
   // Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer".
   [[nodiscard]] std::string making_text(const Call& call) const {
     return formatted("the communicator '{}'{}", name(),
                      call.served.name ? formatted(" in {}", call.served.name) : "");
-  }
-  [[nodiscard]] std::string not_made(const Call& call) const {
-    return formatted("{} is not made after {}", making_text(call), duration_text(Clock::now() - call.start));
   }
   // The failure as this rank tells it: the rank that hosts the store cannot say why it has ended.
   [[nodiscard]] Failure told(const KnownFailure& failure, const Call& call) const {
@@ -332,16 +330,6 @@ class Group {
     first.message = formatted("{}{}", rank_hosts ? "has ended, and the store with it, " : first.message + " ",
                               waiting_text(world_.rank(), place_of(call)));
     return first;
-  }
-  [[nodiscard]] Failure end_of(const Call& call, int rank, int exit_code) const {
-    const FailedCall place = place_of(call);
-    if (exit_code == 0) return ended_early(rank, world_.rank(), place);
-    return {.kind = FailureKind::died,
-            .rank = rank,
-            .code = exit_code,
-            .message =
-                formatted("has ended{} {}", exit_code < 0 ? "" : formatted(" with exit code {}", exit_code),
-                          waiting_text(world_.rank(), place))};
   }
   void throw_if_failed(const Call& call) {
     if (auto error = obstacle(call)) {

@@ -21,7 +21,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -57,13 +56,6 @@ LOCKSTEP_INLINE void ProcessGroupWork::synchronize(std::chrono::milliseconds tim
     }
   group_.reset();
   finish();
-}
-
-LOCKSTEP_INLINE std::exception_ptr ProcessGroupWork::error() const noexcept {
-  if (error_) return error_;
-  for (const auto& part : parts_)
-    if (auto error = part->exception()) return error;
-  return nullptr;
 }
 
 LOCKSTEP_INLINE void ProcessGroupWork::add(c10::intrusive_ptr<c10d::Work> part) {
@@ -106,9 +98,7 @@ template <class Start>
 ProcessGroupWork in_place(const std::shared_ptr<BackendGroup>& group, const char* name,
                           at::TensorList tensors, std::optional<ReduceOp> op, std::optional<int> root,
                           const Start& start) {
-  for (const at::Tensor& tensor : tensors)
-    op ? check_reducible(group->tensor_check(), name, tensor, *op)
-       : check_tensor(group->tensor_check(), name, tensor);
+  for (const at::Tensor& tensor : tensors) check_tensor(group->tensor_check(), name, tensor, op);
   if (root) group->check_rank(name, *root);
   const bool wanted = !root || (group->rank() == *root) == op.has_value();
   ProcessGroupWork work(group, group->begin(name, CallContent::of(op, root, tensors)));
@@ -206,7 +196,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(at::TensorLi
   return detail::in_place(
       group(), "all_reduce", tensors, op, {}, [&](c10d::Backend& backend, const at::Tensor& buffer) {
         std::vector<at::Tensor> buffers{buffer};
-        return backend.allreduce(buffers, {.reduceOp = detail::native(op, buffer, group()->averages())});
+        return backend.allreduce(buffers, {.reduceOp = detail::native(*group(), op, buffer)});
       });
 }
 
@@ -215,37 +205,32 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce(at::TensorList t
   return detail::in_place(
       group(), "reduce", tensors, op, root, [&](c10d::Backend& backend, const at::Tensor& buffer) {
         std::vector<at::Tensor> buffers{buffer};
-        return backend.reduce(
-            buffers, {.reduceOp = detail::native(op, buffer, group()->averages()), .rootRank = root});
+        return backend.reduce(buffers, {.reduceOp = detail::native(*group(), op, buffer), .rootRank = root});
       });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::broadcast(at::TensorList tensors, int root) {
   return detail::in_place(group(), "broadcast", tensors, {}, root,
                           [&](c10d::Backend& backend, const at::Tensor& buffer) {
-                            return detail::start_broadcast(backend, detail::movable(buffer), root);
+                            return detail::start_broadcast(backend, buffer, root);
                           });
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_gather(at::TensorList outputs,
                                                                     at::TensorList inputs) {
   detail::check_pairs(group()->tensor_check(), "all_gather", outputs, inputs, size());
-  return detail::exchange(group(), "all_gather", outputs, size(), inputs, 1, {},
-                          [](c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
-                            return detail::start_all_gather(backend, detail::movable(rows),
-                                                            detail::movable(row));
-                          });
+  return detail::exchange(group(), "all_gather", outputs, size(), inputs, 1, {}, detail::start_all_gather);
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce_scatter(at::TensorList outputs,
                                                                         at::TensorList inputs, ReduceOp op) {
   for (const at::Tensor& input : inputs)
-    detail::check_reducible(group()->tensor_check(), "reduce_scatter", input, op);
+    detail::check_tensor(group()->tensor_check(), "reduce_scatter", input, op);
   detail::check_pairs(group()->tensor_check(), "reduce_scatter", inputs, outputs, size());
   const auto start = [&](c10d::Backend& backend, const at::Tensor& row, const at::Tensor& rows) {
     if (group()->on_host()) return detail::start_all_to_all(backend, row, rows);  // see exchange
     at::Tensor output = row.detach().view({-1}), input = rows.detach().view({-1});
-    const c10d::ReduceScatterOptions options{.reduceOp = detail::native(op, row, group()->averages())};
+    const c10d::ReduceScatterOptions options{.reduceOp = detail::native(*group(), op, row)};
     return detail::reduce_scatter_single(backend, output, input, options);
   };
   return detail::exchange(group(), "reduce_scatter", outputs, 1, inputs, size(), op, start);
@@ -256,10 +241,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_to_all(at::TensorLi
   detail::check_pairs(group()->tensor_check(), "all_to_all", outputs, inputs, 1);
   detail::check_rows("all_to_all", inputs, size());
   return detail::exchange(group(), "all_to_all", outputs, size(), inputs, size(), {},
-                          [](c10d::Backend& backend, const at::Tensor& to, const at::Tensor& from) {
-                            return detail::start_all_to_all(backend, detail::movable(to),
-                                                            detail::movable(from));
-                          });
+                          detail::start_all_to_all);
 }
 
 LOCKSTEP_INLINE std::vector<std::string> ProcessGroupComm::all_gather_bytes(const std::string& bytes) {
