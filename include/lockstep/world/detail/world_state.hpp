@@ -97,7 +97,8 @@ struct WorldState : EndingRank {
   std::atomic<bool> left_{false};  // this rank's end is published
   // Valid once all ranks have joined: written before `complete_` is set, and never again.
   std::atomic<bool> complete_{false};
-  LocalPlace local_;
+  LocalPlace local_{environment.local_rank, environment.local_size,
+                    environment.rank - environment.local_rank};
   bool single_host_ = true;
   std::string address_;
 };
