@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -178,34 +180,32 @@ class ControlPlane {
   /// another rank is known to have failed, or `timeout` expires. While reports still arrive, or the store is slow, as on
   /// a machine short of cores, `timeout` extends to `most`.
   [[nodiscard]] Answers ask(const ReportedGroup& group, Milliseconds timeout, Milliseconds most) {
-    const auto since = Clock::now();
-    const auto over = [this] { return failed_elsewhere_.load(); };
-    Question question(group.ranks, rank_, since, timeout, most);
+    Question question{group.ranks, rank_, Clock::now(), timeout, most};
     // Called under the lock.
-    const auto read = [&](int rank, const std::vector<RankPosition>& positions, Answers& answers) {
-      FailedCall& position = answers.positions[rank];
+    const auto read = [&](int rank, const std::vector<RankPosition>& positions) {
+      FailedCall& position = question.answers.positions[rank];
       if (position.operation.empty()) position.operation = no_operation;
       for (const auto& [name, there] : positions) {
         if (name == group.name) position = there;
         for (const auto& known : groups_)
           if (name != group.name && known->name == name && there.sequence > known->position().sequence)
-            answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
+            question.answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
       }
     };
     report();
-    for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
+    for (Milliseconds pause(5); !failed_elsewhere_; pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
         const auto reply =
-            client(std::max(since + most, asked + news_timeout)).reports(group.name, group.ranks);
+            client(std::max(question.begin + most, asked + news_timeout)).reports(group.name, group.ranks);
         std::unique_lock lock(mutex_);
         if (question.take(reply, asked, Clock::now(), read)) break;
-        changed_.wait_for(lock, pause, over);
+        changed_.wait_for(lock, pause, [this] { return failed_elsewhere_.load(); });
       } catch (const StoreError&) {  // the store does not answer
         break;
       }
     std::lock_guard lock(mutex_);
-    question.answers().store_left = host_has_left();
-    return std::move(question.answers());
+    question.answers.store_left = host_has_left();
+    return std::move(question.answers);
   }
 
   /// Sends the store this rank's positions, and what it compares over the ranks. Does not block.

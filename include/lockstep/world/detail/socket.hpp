@@ -197,11 +197,10 @@ inline Listener listen_on(const std::string& host, int port, const RendezvousOri
           formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): {} a "
                     "free one on every rank",
                     port, port, origin.set_port));
-    const bool denied = errno == EACCES;
-    throw RendezvousError(
-        formatted("cannot listen on port {}: {}", port,
-                  denied ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
-                         : std::string(std::strerror(errno))));
+    throw RendezvousError(formatted(
+        "cannot listen on port {}: {}", port,
+        errno == EACCES ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
+                        : std::string(std::strerror(errno))));
   }
   close_in_children(fd);
   getsockname(fd, bound.get(), &bound.length);

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -207,9 +206,9 @@ inline constexpr const char* board_key = "lockstep/store";
 /// its keys, is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier
 /// attempt's address leads to a closed port or to a store with another secret; then the board is read again until rank 0 has
 /// replaced it. Calls `waiting` with what this rank waits for.
-inline std::shared_ptr<StoreConnection> connect_under_torchrun(
-    const StoreEndpoint& endpoint, int rank, std::chrono::milliseconds timeout,
-    const std::function<void(const std::string&)>& waiting) {
+inline std::shared_ptr<StoreConnection> connect_under_torchrun(const StoreEndpoint& endpoint, int rank,
+                                                               Milliseconds timeout,
+                                                               const StoreConnection::Waiting& waiting) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto agent = formatted("the store of torchrun's agent at {}", endpoint.text());
   connect_to(
@@ -245,8 +244,7 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
     return *read;
   };
   if (rank == 0) {
-    auto host = address_towards(endpoint.host);
-    if (host.empty()) host = loopback_address();  // a host without a network
+    const auto host = address_towards(endpoint.host);
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
     const auto text = formatted("{} {} {}", host, listener.port, secret);

@@ -162,9 +162,7 @@ class StoreConnection {
 
   /// Makes each waiting thread call its `over`.
   void wake() {
-    const std::uint64_t one = 1;
-    if (::write(wake_.get(), &one, sizeof one) < 0) {
-    }
+    eventfd_write(wake_.get(), 1);
     const std::lock_guard lock(mutex_);
     changed_.notify_all();
   }
@@ -211,9 +209,8 @@ class StoreConnection {
       lock.unlock();
       const auto most = std::chrono::ceil<Milliseconds>(left).count();
       poll(polled, 2, std::max(0, static_cast<int>(most)));  // a negative one would have no end
-      std::uint64_t count = 0;
-      if ((polled[1].revents & POLLIN) && read(wake_.get(), &count, sizeof count) < 0) {
-      }
+      eventfd_t count = 0;
+      if (polled[1].revents & POLLIN) eventfd_read(wake_.get(), &count);
       lock.lock();
       reading_ = false;
       changed_.notify_all();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -394,7 +395,7 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
 
 LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
   if (!key.empty() && getpid() == world.state_->owner) try {
-      world.state_->client()->set(key, good ? "done" : "failed");
+      world.state_->client()->set(key, std::uncaught_exceptions() > exceptions ? "failed" : "done");
     } catch (...) {  // the launcher or the timeout ends the local ranks
     }
 }
