@@ -31,14 +31,12 @@ const std::string program = test_program("world_program");
 // A connection that says nothing, once somebody listens.
 lockstep::detail::Descriptor connect_to(int port) {
   lockstep::detail::Descriptor fd;
-  lockstep::detail::retry_at(
-      fmt::format("127.0.0.1:{}", port), 20s,
-      [&](auto until) {
-        auto attempt = lockstep::detail::try_connect("127.0.0.1", port, until);
-        fd = std::move(attempt.fd);
-        return attempt.reason;
-      },
-      [](const std::string&) {});
+  lockstep::detail::connect_to(
+      {"127.0.0.1", port}, 20s, [](const std::string&) {},
+      [&](lockstep::detail::Descriptor connected, auto) {
+        fd = std::move(connected);
+        return std::string();
+      });
   return fd;
 }
 

@@ -214,10 +214,8 @@ class Simulation {
     connections_[rank.connection] = &rank;
     rank.open = true;
     const RankIdentity identity{.process = formatted("node pid {}", 100 + rank.number), .host = "node"};
-    send(rank, StoreOperation::join, [&](FrameWriter& out) {
-      out.integer(static_cast<std::uint64_t>(rank.number)).integer(static_cast<std::uint64_t>(size_));
-      out.value(identity).byte(1);
-    });
+    send(rank, StoreOperation::join,
+         [&](FrameWriter& out) { out.value(rank.number).value(size_).value(identity).value(true); });
     at(60s, [this, &rank] {  // the timeout of the rendezvous
       if (!rank.ended && rank.alive && !rank.joined)
         publish(rank, {.kind = Event::refused, .failure = {.message = "a rank did not join"}});
@@ -231,8 +229,7 @@ class Simulation {
         fault_at_ = now_;
         return end(rank, 0);
       }
-      send(rank, StoreOperation::subscribe,
-           [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank.number)); });
+      send(rank, StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank.number); });
       at(milliseconds(0, 100), [this, &rank] { meet(rank); });
     });
   }
@@ -255,7 +252,7 @@ class Simulation {
     at(milliseconds(1, 200), [this, &rank, take, id] {
       if (!acts(rank) || rank.met) return;
       rank.replies.erase(id);  // the reply may be on its way
-      send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.integer(id); });
+      send(rank, StoreOperation::cancel, [&](FrameWriter& out) { out.value(id); });
       const auto name = [](FrameWriter& out) { out.value(std::optional<std::string>("g")); };
       send(rank, StoreOperation::summary, name, [this, &rank, take](std::string_view reply) {
         const auto found = decoded<RunSummary>(reply).meeting;
@@ -404,25 +401,25 @@ class Simulation {
     std::vector<int> group;
     for (int other = 0; other < size_; ++other) group.push_back(other);
     report(rank);
-    ask_again(rank, std::make_shared<Question>(group, rank.number, now_, timeout, most),
+    ask_again(rank, std::make_shared<Question>(Question{group, rank.number, now_, timeout, most}),
               std::make_shared<std::set<int>>(), std::move(then), 5ms);
   }
   void ask_again(Rank& rank, std::shared_ptr<Question> question, std::shared_ptr<std::set<int>> answered,
                  std::function<void(const std::set<int>& silent)> then, Duration pause) {
     send(
-        rank, StoreOperation::ask, [&](FrameWriter& out) { out.text("g").value(question->ranks()); },
+        rank, StoreOperation::ask, [&](FrameWriter& out) { out.text("g").value(question->ranks); },
         [this, &rank, question, answered, then, pause, asked = now_](std::string_view reply) {
           if (!acts(rank)) return;
-          const auto read = [&](int other, const auto&, Answers&) { answered->insert(other); };
+          const auto read = [&](int other, const auto&) { answered->insert(other); };
           if (!question->take(decoded<std::vector<RankReport>>(reply), asked, now_, read))
             return at(pause, [=, this, &rank] {
               if (acts(rank)) ask_again(rank, question, answered, then, std::min<Duration>(2 * pause, 100ms));
             });
           std::set<int> silent;
-          if (question->answers().conclusive)
-            for (const int other : question->ranks())
+          if (question->answers.conclusive)
+            for (const int other : question->ranks)
               if (other != rank.number && !answered->contains(other) &&
-                  !question->answers().left.contains(other))
+                  !question->answers.left.contains(other))
                 silent.insert(other);
           then(silent);
         });

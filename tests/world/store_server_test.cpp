@@ -240,7 +240,7 @@ TEST_CASE("who asks gets the last reports with their ages, and the ranks are ask
     REQUIRE(reports.size() == 2);
     CHECK((reports[0].age >= 0 && reports[0].age < 5000));
     REQUIRE(reports[0].positions.size() == 1);
-    CHECK(reports[0].positions[0].call.sequence == 3);
+    CHECK(reports[0].positions[0].position.sequence == 3);
     CHECK(reports[1].age == -1);  // nobody is rank 9
   }
   CHECK(pushed_to(asked, 2, 300ms) == Strings{"question"});
@@ -460,11 +460,9 @@ TEST_CASE("a client that does not read its replies costs the server no more than
   const auto greedy = served.stranger();
   REQUIRE(sends(greedy, hello("")));
   for (int i = 0; i < 200; ++i)
-    REQUIRE(sends(greedy, FrameWriter()
-                              .integer(1)
-                              .byte(static_cast<std::uint8_t>(StoreOperation::get))
-                              .value(Strings{"large"})
-                              .take()));
+    REQUIRE(sends(
+        greedy,
+        FrameWriter().value(std::uint64_t{1}).value(StoreOperation::get).value(Strings{"large"}).take()));
   for (int i = 0; i < 20; ++i) client.set("a", std::to_string(i));
   CHECK(client.get("a") == "19");
 }
@@ -528,7 +526,7 @@ TEST_CASE("a server that is stopped does not hold its client") {
   bool sent = false;
   std::thread other([&] {
     const Descriptor fd(accept(listener.fd.get(), nullptr, nullptr));
-    sent = sends(fd, FrameWriter().raw(store_magic).byte(0).take());
+    sent = sends(fd, FrameWriter().raw(store_magic).value(StoreStatus::done).take());
     hangs_up(fd);
   });
   {

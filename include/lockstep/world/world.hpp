@@ -1,10 +1,10 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -122,15 +122,8 @@ class World {
   template <class Work>
   auto local_zero_first(Work&& work, std::chrono::milliseconds timeout = std::chrono::minutes(30)) const {
     const RankZeroScope scope;
-    LocalTurn turn(*this, timeout);
-    if constexpr (std::is_void_v<std::invoke_result_t<Work>>) {
-      std::forward<Work>(work)();
-      turn.good = true;
-    } else {
-      auto result = std::forward<Work>(work)();
-      turn.good = true;
-      return result;
-    }
+    const LocalTurn turn(*this, timeout);
+    return std::forward<Work>(work)();
   }
 
   /// This rank's logger. By default only rank 0 writes; see Log::all.
@@ -141,7 +134,7 @@ class World {
   friend detail::WorldState& detail::state_of(const World& world);
 
   // A rank's turn in local_zero_first. The constructor blocks, except on the first rank of the host, until that has
-  // finished. The destructor reports to the local ranks whether the first rank's work was `good`.
+  // finished. The destructor reports to the local ranks whether the first rank's work has ended by an exception.
   struct LocalTurn {
     LocalTurn(const World& world, std::chrono::milliseconds timeout);
     ~LocalTurn();
@@ -150,7 +143,7 @@ class World {
 
     const World& world;
     std::string key;  // in the store, on the first rank of several; empty elsewhere
-    bool good = false;
+    const int exceptions = std::uncaught_exceptions();
   };
 
   std::shared_ptr<detail::WorldState> state_;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -17,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/call_history.hpp"
@@ -24,7 +27,7 @@
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/launcher_watch.hpp"
+#include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
@@ -177,34 +180,32 @@ class ControlPlane {
   /// another rank is known to have failed, or `timeout` expires. While reports still arrive, or the store is slow, as on
   /// a machine short of cores, `timeout` extends to `most`.
   [[nodiscard]] Answers ask(const ReportedGroup& group, Milliseconds timeout, Milliseconds most) {
-    const auto since = Clock::now();
-    const auto over = [this] { return failed_elsewhere_.load(); };
-    Question question(group.ranks, rank_, since, timeout, most);
+    Question question{group.ranks, rank_, Clock::now(), timeout, most};
     // Called under the lock.
-    const auto read = [&](int rank, const std::vector<RankPosition>& positions, Answers& answers) {
-      FailedCall& position = answers.positions[rank];
+    const auto read = [&](int rank, const std::vector<RankPosition>& positions) {
+      FailedCall& position = question.answers.positions[rank];
       if (position.operation.empty()) position.operation = no_operation;
       for (const auto& [name, there] : positions) {
         if (name == group.name) position = there;
         for (const auto& known : groups_)
           if (name != group.name && known->name == name && there.sequence > known->position().sequence)
-            answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
+            question.answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
       }
     };
     report();
-    for (Milliseconds pause(5); !over(); pause = std::min(2 * pause, Milliseconds(100))) try {
+    for (Milliseconds pause(5); !failed_elsewhere_; pause = std::min(2 * pause, Milliseconds(100))) try {
         const auto asked = Clock::now();
         const auto reply =
-            client(std::max(since + most, asked + news_timeout)).reports(group.name, group.ranks);
+            client(std::max(question.begin + most, asked + news_timeout)).reports(group.name, group.ranks);
         std::unique_lock lock(mutex_);
         if (question.take(reply, asked, Clock::now(), read)) break;
-        changed_.wait_for(lock, pause, over);
+        changed_.wait_for(lock, pause, [this] { return failed_elsewhere_.load(); });
       } catch (const StoreError&) {  // the store does not answer
         break;
       }
     std::lock_guard lock(mutex_);
-    question.answers().store_left = host_has_left();
-    return std::move(question.answers());
+    question.answers.store_left = host_has_left();
+    return std::move(question.answers);
   }
 
   /// Sends the store this rank's positions, and what it compares over the ranks. Does not block.
@@ -269,8 +270,7 @@ class ControlPlane {
         connection_->serve([&](StorePush kind, FrameReader& in) { take(kind, in); }, until,
                            [&] { return over() || due_soon_.exchange(false); });
         report();
-        if (end_)
-          if (auto stopped = launcher_.look(rank_)) end_(std::move(*stopped));
+        if (end_ && report_descriptor() >= 0) look_at_launcher();
         std::lock_guard lock(mutex_);
         until = end_due_messages();
       }
@@ -284,6 +284,25 @@ class ControlPlane {
       while (!over()) changed_.wait_until(lock, std::min(end_due_messages(), Clock::now() + look_interval));
     }
     end_unless_noticed();
+  }
+  // Ends this process once its launcher has been stopped for heartbeat_timeout(): it relays no output, and reaps nobody.
+  void look_at_launcher() {
+    const auto now = Clock::now();
+    // Behind the name, which may contain anything. Time in which this process itself was stopped does not count.
+    const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos &&
+                         now - looked_ < 4 * report_interval;
+    looked_ = now;
+    if (!stopped) stopped_since_ = now;
+    if (now - stopped_since_ < heartbeat_) return;
+    const auto time = std::chrono::floor<std::chrono::seconds>(now - stopped_since_).count();
+    end_({.kind = FailureKind::timed_out,
+          .rank = rank_,
+          .pid = getpid(),
+          .message = formatted(
+              "its launcher (pid {}) has been stopped for {} s (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds "
+              "back the output of its ranks: continue it in time (`kill -CONT {}`)",
+              getppid(), time, getppid()),
+          .time = monotonic_nanoseconds()});
   }
   // Ends the waits for messages that are due. Returns when to look again.
   Clock::time_point end_due_messages() {
@@ -358,8 +377,9 @@ class ControlPlane {
   const pid_t owner_ = getpid();
   const std::shared_ptr<StoreConnection> connection_;
   const End end_;
-  LauncherWatch launcher_;
-  std::mutex reporting_;  // locked before mutex_
+  const Milliseconds heartbeat_ = heartbeat_timeout();
+  Clock::time_point looked_{}, stopped_since_ = Clock::now();  // of the launcher
+  std::mutex reporting_;                                       // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers
   std::atomic<std::uint64_t> version_{0};

@@ -48,17 +48,16 @@ inline constexpr auto fields_of<Event> =
 /// The last collective of a rank in a communicator.
 struct RankPosition {
   std::string group = {};
-  FailedCall call = {};
+  FailedCall position = {};
 };
 template <>
-inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::call};
+inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::position};
 /// What the store knows of a rank that somebody asks for.
 struct RankReport {
   std::int64_t age = -1;                     // of its last report, in ms; -1 if it is not connected
   std::vector<RankPosition> positions = {};  // in that report
-  std::optional<FailedCall> left =
-      {};  // its last collective in the communicator in question, if it has left that
-  std::optional<int> exit_code = {};  // once it has ended
+  std::optional<FailedCall> left = {};  // its last collective in the group in question, if it has left that
+  std::optional<int> exit_code = {};    // once it has ended
 };
 template <>
 inline constexpr auto fields_of<RankReport> =
@@ -146,10 +145,7 @@ struct RankView {
 };
 
 /// A collective of another group that a rank has entered, and the asking rank, which is in that group, has not.
-struct Elsewhere {
-  std::string group;
-  FailedCall position;
-};
+using Elsewhere = RankPosition;
 
 /// What the other ranks of a group have reported since they were asked for it; ranks are global.
 struct Answers {
@@ -163,49 +159,41 @@ struct Answers {
   std::map<int, int> exit_codes{};   // of those that have ended
 };
 
-/// The reports of ranks since one of them was first asked for.
-class Question {
- public:
+/// The reports of ranks since one of them was first asked for. It is over once every rank has reported, or after `timeout`;
+/// while reports still arrive, or the store is slow, as on a machine short of cores, after `most`.
+struct Question {
   using Time = std::chrono::steady_clock::time_point;
 
-  /// It is over once every rank has reported, or after `timeout`; while reports still arrive, or the store is slow, as on
-  /// a machine short of cores, after `most`.
-  Question(std::vector<int> ranks, int own, Time begin, Milliseconds timeout, Milliseconds most)
-      : ranks_(std::move(ranks)), own_(own), begin_(begin), last_(begin), timeout_(timeout), most_(most) {}
+  std::vector<int> ranks;
+  int own;  // the rank that asks
+  Time begin;
+  Milliseconds timeout, most;
+  Answers answers = {};
+  std::size_t reports = 0;  // that have arrived, the last of them at `last`
+  Time last = begin;
 
-  [[nodiscard]] const std::vector<int>& ranks() const { return ranks_; }
-  [[nodiscard]] Answers& answers() { return answers_; }
-
-  /// Takes the answer to RunClient::reports, which was sent at `asked` and came at `now`; `read(rank, positions, answers)`
-  /// takes each new report. Returns whether the question is over.
+  /// Takes the answer to RunClient::reports, which was sent at `asked` and came at `now`; `read(rank, positions)` takes each
+  /// new report. Returns whether the question is over.
   template <class Read>
   bool take(const std::vector<RankReport>& answer, Time asked, Time now, Read&& read) {
     std::size_t fresh = 0;
-    for (std::size_t i = 0; i < std::min(answer.size(), ranks_.size()); ++i) {
-      const int rank = ranks_[i];
+    for (std::size_t i = 0; i < std::min(answer.size(), ranks.size()); ++i) {
+      const int rank = ranks[i];
       const RankReport& known = answer[i];
-      if (known.left) answers_.left[rank] = *known.left;
-      if (known.exit_code) answers_.exit_codes[rank] = *known.exit_code;
-      if (known.age < 0) answers_.lost.insert(rank);
-      if (known.age < 0 || Milliseconds(known.age) > asked - begin_) continue;
+      if (known.left) answers.left[rank] = *known.left;
+      if (known.exit_code) answers.exit_codes[rank] = *known.exit_code;
+      if (known.age < 0) answers.lost.insert(rank);
+      if (known.age < 0 || Milliseconds(known.age) > asked - begin) continue;
       ++fresh;
-      if (rank == own_)  // shows that the store and this process keep up
-        answers_.store_answers = true;
+      if (rank == own)  // shows that the store and this process keep up
+        answers.store_answers = true;
       else
-        read(rank, known.positions, answers_);
+        read(rank, known.positions);
     }
-    if (std::exchange(reports_, fresh) < fresh) last_ = now;
-    answers_.conclusive = answers_.store_answers && now >= begin_ + timeout_ && now >= last_ + trickle;
-    return fresh == ranks_.size() || answers_.conclusive || now >= begin_ + most_;
+    if (std::exchange(reports, fresh) < fresh) last = now;
+    answers.conclusive = answers.store_answers && now >= begin + timeout && now >= last + trickle;
+    return fresh == ranks.size() || answers.conclusive || now >= begin + most;
   }
-
- private:
-  std::vector<int> ranks_;
-  int own_;
-  Time begin_, last_;
-  Milliseconds timeout_, most_;
-  std::size_t reports_ = 0;
-  Answers answers_;
 };
 
 /// For how long ranks have been silent.

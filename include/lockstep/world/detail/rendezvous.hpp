@@ -32,13 +32,11 @@ namespace lockstep::detail {
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by
 /// the loopback.
 inline std::string host_identity() {
-  const auto inode = [](const char* path) -> unsigned long long {
-    struct stat found {};
-    return stat(path, &found) == 0 ? found.st_ino : 0;
-  };
+  struct stat network {};
+  stat("/proc/self/ns/net", &network);
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+  return formatted("{}/{}/{}", boot, network.st_ino, host_name());
 }
 
 /// Returns the name of a process of this host in errors: "nodeA pid 811".

@@ -43,7 +43,7 @@ struct Outbox {
  private:
   template <class Kind>
   void send(std::vector<std::uint64_t> to, std::uint64_t id, Kind kind, std::string_view content) {
-    frames.push_back({std::move(to), FrameWriter().integer(id).value(kind).raw(content).take()});
+    frames.push_back({std::move(to), FrameWriter().value(id).value(kind).raw(content).take()});
   }
 };
 

@@ -11,13 +11,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -119,24 +117,16 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
                                                  const RendezvousOrigin& origin) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
-  struct Shared {
-    Resolved found;
-    std::atomic<int> status{EAI_AGAIN};  // set behind `found`
-  };
-  const auto shared = std::make_shared<Shared>();
+  const auto until = std::chrono::steady_clock::now() + lookup_timeout - last_retry_pause;
   // getaddrinfo has no timeout: it waits for each silent name server in turn.
-  at_most(lookup_timeout,
-          [shared, host, port, until = std::chrono::steady_clock::now() + lookup_timeout - last_retry_pause] {
-            for (;;) {
-              shared->found = resolve(host, port);
-              const int status = shared->status = shared->found.status;
-              const bool may_come = status == EAI_AGAIN || (status == EAI_NONAME && host != host_name());
-              if (!may_come || std::chrono::steady_clock::now() >= until) return;
-              std::this_thread::sleep_for(last_retry_pause);
-            }
-          });
-  const int status = shared->status;
-  if (status == 0) return shared->found.addresses;
+  const auto [addresses, status] = at_most(lookup_timeout, Resolved{.status = EAI_AGAIN}, [=] {
+    for (;; std::this_thread::sleep_for(last_retry_pause)) {
+      auto found = resolve(host, port);
+      const bool may_come = found.status == EAI_AGAIN || (found.status == EAI_NONAME && host != host_name());
+      if (!may_come || std::chrono::steady_clock::now() >= until) return found;
+    }
+  });
+  if (status == 0) return addresses;
   throw RendezvousError(formatted(
       "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or {} its "
       "address",
@@ -207,11 +197,10 @@ inline Listener listen_on(const std::string& host, int port, const RendezvousOri
           formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): {} a "
                     "free one on every rank",
                     port, port, origin.set_port));
-    const bool denied = errno == EACCES;
-    throw RendezvousError(
-        formatted("cannot listen on port {}: {}", port,
-                  denied ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
-                         : std::string(std::strerror(errno))));
+    throw RendezvousError(formatted(
+        "cannot listen on port {}: {}", port,
+        errno == EACCES ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
+                        : std::string(std::strerror(errno))));
   }
   close_in_children(fd);
   getsockname(fd, bound.get(), &bound.length);
@@ -272,28 +261,6 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
                                            : formatted("it cannot be reached ({})", std::strerror(error));
   }
   return attempt;
-}
-
-/// The remedy where nobody serves the address of the store that rank 0 hosts.
-inline constexpr const char* start_rank_zero =
-    "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
-
-/// Calls `attempt(until)` until it returns an empty string instead of a reason, with pauses that grow to half
-/// a second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the
-/// remedy after `timeout`. `where` names the store: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
-template <class Attempt, class Waiting>
-void retry_at(const std::string& where, Milliseconds timeout, Attempt attempt, Waiting waiting,
-              const std::string& remedy = start_rank_zero) {
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
-    const std::string reason = attempt(until);
-    if (reason.empty()) return;
-    if (std::chrono::steady_clock::now() + pause >= until)
-      throw RendezvousError(formatted("no store at {} after {} s: {}. {}", where,
-                                      std::chrono::duration<double>(timeout).count(), reason, remedy));
-    waiting(reason);
-    std::this_thread::sleep_for(pause);
-  }
 }
 
 /// Returns the address that this host sends from to reach `host`, empty if there is no route. Connecting a

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -207,45 +206,30 @@ inline constexpr const char* board_key = "lockstep/store";
 /// its keys, is the board on which rank 0 publishes the address and secret of the store of this attempt. An earlier
 /// attempt's address leads to a closed port or to a store with another secret; then the board is read again until rank 0 has
 /// replaced it. Calls `waiting` with what this rank waits for.
-inline std::shared_ptr<StoreConnection> connect_under_torchrun(
-    const StoreEndpoint& endpoint, int rank, std::chrono::milliseconds timeout,
-    const std::function<void(const std::string&)>& waiting) {
+inline std::shared_ptr<StoreConnection> connect_under_torchrun(const StoreEndpoint& endpoint, int rank,
+                                                               Milliseconds timeout,
+                                                               const StoreConnection::Waiting& waiting) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto left = [&] {
-    return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
-                                                      deadline - std::chrono::steady_clock::now()));
-  };
   const auto agent = formatted("the store of torchrun's agent at {}", endpoint.text());
-  retry_at(
-      endpoint.text(), timeout,
-      [&](auto until) {
-        const auto attempt = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
-        return attempt.fd.open() ? std::string() : attempt.reason;
-      },
-      [&](const std::string& reason) { waiting(formatted("{}: {}", agent, reason)); }, endpoint.remedy);
+  connect_to(
+      endpoint, timeout, [&](const std::string& reason) { waiting(formatted("{}: {}", agent, reason)); },
+      [](const Descriptor&, auto) { return std::string(); });
+  const c10d::TCPStoreOptions options{.port = static_cast<std::uint16_t>(endpoint.port),
+                                      .waitWorkers = false,
+                                      .timeout = timeout,
+                                      .useLibUV = false};  // a LibTorch built without libuv would reject it
   const auto client = std::make_shared<StorePtr>();
   // Publishes `text` unless it is empty. Returns what is on the board. LibTorch's client has no timeout, not even for
   // connecting, if its server does not answer.
   const auto on_board = [&](const std::string& text) {
     const auto read = std::make_shared<std::string>();
-    const LeavableThread asking([read, client, text, endpoint, agent, remaining = left()] {
-      if (!*client) {
-        c10d::TCPStoreOptions options;
-        options.port = static_cast<std::uint16_t>(endpoint.port);
-        options.isServer = false;
-        options.waitWorkers = false;
-        options.timeout = remaining;
-        options.useLibUV = false;  // a LibTorch built without libuv would reject it
-        at_store(
-            agent +
-                " does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this run of torchrun",
-            [&] { *client = c10::make_intrusive<c10d::TCPStore>(endpoint.host, options); });
-      }
+    const LeavableThread asking([read, client, text, host = endpoint.host, options] {
+      if (!*client) *client = c10::make_intrusive<c10d::TCPStore>(host, options);
       c10d::Store& board = **client;
       if (!text.empty()) board.set(board_key, text);
       if (board.check({board_key})) *read = board.get_to_str(board_key);
     });
-    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), last_retry_pause))) {
+    while (!asking.ends_within(last_retry_pause)) {
       if (std::chrono::steady_clock::now() >= deadline)
         throw RendezvousError(
             formatted("{} does not answer after {} s: look at the output of torchrun on that host, and "
@@ -253,12 +237,14 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
                       agent, std::chrono::duration<double>(timeout).count()));
       waiting(formatted("{}: it does not answer", agent));
     }
-    at_store(formatted("{} failed", agent), [&] { asking.rethrow(); });
+    const auto what = *client ? " failed"
+                              : " does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this "
+                                "run of torchrun";
+    at_store(agent + what, [&] { asking.rethrow(); });
     return *read;
   };
   if (rank == 0) {
-    auto host = address_towards(endpoint.host);
-    if (host.empty()) host = loopback_address();  // a host without a network
+    const auto host = address_towards(endpoint.host);
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
     const auto text = formatted("{} {} {}", host, listener.port, secret);
@@ -273,7 +259,7 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(
       StoreEndpoint found{
           .remedy = "Look at the output of rank 0; a firewall between the hosts must let through every port"};
       if (std::istringstream(text) >> found.host >> found.port >> found.secret)
-        return std::make_shared<StoreConnection>(found, std::min(left(), greeting_timeout));
+        return std::make_shared<StoreConnection>(found, greeting_timeout);
     } catch (const RendezvousError& error) {
       last = printable(error.what());
     }

@@ -19,9 +19,11 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/event_log.hpp"
@@ -39,13 +41,32 @@ struct StoreEndpoint {
   int port = 0;
   std::string secret = {};
   RendezvousOrigin origin = {};
-  std::string remedy = start_rank_zero;
+  std::string remedy =
+      "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
   [[nodiscard]] std::string text() const {
     return formatted("{}:{}{}", host, port, origin.text.empty() ? std::string() : " (" + origin.text + ")");
   }
 };
+
+/// Connects until `greet(socket, until)` returns an empty string instead of a reason, with pauses that grow to half a second.
+/// Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the remedy after `timeout`.
+template <class Waiting, class Greet>
+void connect_to(const StoreEndpoint& endpoint, Milliseconds timeout, Waiting&& waiting, Greet&& greet) {
+  const auto until = std::chrono::steady_clock::now() + timeout;
+  for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
+    auto [fd, reason] = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
+    if (fd.open()) reason = greet(std::move(fd), until);
+    if (reason.empty()) return;
+    if (std::chrono::steady_clock::now() + pause >= until)
+      throw RendezvousError(formatted("no store at {} after {} s: {}. {}", endpoint.text(),
+                                      std::chrono::duration<double>(timeout).count(), reason,
+                                      endpoint.remedy));
+    waiting(reason);
+    std::this_thread::sleep_for(pause);
+  }
+}
 
 /// The store refused a request, or did not answer in time. The connection stays usable.
 struct StoreError : std::runtime_error {
@@ -68,15 +89,10 @@ class StoreConnection {
   StoreConnection(
       const StoreEndpoint& endpoint, Milliseconds timeout, const Waiting& waiting = [](const std::string&) {})
       : name_(formatted("{}:{}", endpoint.host, endpoint.port)) {
-    retry_at(
-        endpoint.text(), timeout,
-        [&](Clock::time_point until) {
-          auto attempt = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
-          if (!attempt.fd.open()) return attempt.reason;
-          socket_ = {std::move(attempt.fd)};
-          return greet(endpoint, until, waiting);
-        },
-        waiting, endpoint.remedy);
+    connect_to(endpoint, timeout, waiting, [&](Descriptor fd, Clock::time_point until) {
+      socket_ = {std::move(fd)};
+      return greet(endpoint, until, waiting);
+    });
     getpeername(socket_.fd.get(), peer_.get(), &peer_.length);
     getsockname(socket_.fd.get(), own_.get(), &own_.length);
   }
@@ -146,9 +162,7 @@ class StoreConnection {
 
   /// Makes each waiting thread call its `over`.
   void wake() {
-    const std::uint64_t one = 1;
-    if (::write(wake_.get(), &one, sizeof one) < 0) {
-    }
+    eventfd_write(wake_.get(), 1);
     const std::lock_guard lock(mutex_);
     changed_.notify_all();
   }
@@ -195,9 +209,8 @@ class StoreConnection {
       lock.unlock();
       const auto most = std::chrono::ceil<Milliseconds>(left).count();
       poll(polled, 2, std::max(0, static_cast<int>(most)));  // a negative one would have no end
-      std::uint64_t count = 0;
-      if ((polled[1].revents & POLLIN) && read(wake_.get(), &count, sizeof count) < 0) {
-      }
+      eventfd_t count = 0;
+      if (polled[1].revents & POLLIN) eventfd_read(wake_.get(), &count);
       lock.lock();
       reading_ = false;
       changed_.notify_all();
@@ -324,6 +337,11 @@ class RunClient {
   /// Adds to the number at a key of the store, 0 at first. Returns the sum.
   std::int64_t add(const std::string& key, std::int64_t amount) {
     return ask<std::int64_t>(StoreOperation::add, key, amount);
+  }
+  /// Returns the value at a key of the store. Blocks until it has one.
+  std::string get(const std::string& key) {
+    const auto values = connection_.request(StoreOperation::get, until_, over_, std::vector{key});
+    return std::string(FrameReader(values).text());
   }
   /// Sets a key of the store to `desired` if it has the value `expected`, or none and that is empty. Returns its value.
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {

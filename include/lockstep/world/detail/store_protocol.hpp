@@ -102,8 +102,6 @@ class FrameWriter {
  public:
   FrameWriter() : bytes_(4, '\0') {}
 
-  FrameWriter& byte(std::uint8_t value) { return fixed(value); }
-  FrameWriter& integer(std::uint64_t value) { return fixed(value); }
   FrameWriter& raw(std::string_view text) {
     bytes_.append(text);
     return *this;
@@ -117,13 +115,13 @@ class FrameWriter {
   template <class Value>
   FrameWriter& value(const Value& value) {
     if constexpr (std::is_same_v<Value, bool> || std::is_enum_v<Value>) {
-      byte(static_cast<std::uint8_t>(value));
+      fixed(static_cast<std::uint8_t>(value));
     } else if constexpr (std::is_integral_v<Value>) {
-      integer(static_cast<std::uint64_t>(value));
+      fixed(static_cast<std::uint64_t>(value));
     } else if constexpr (std::is_convertible_v<Value, std::string_view>) {
       text(value);
     } else if constexpr (requires { value.has_value(); }) {
-      byte(value.has_value() ? 1 : 0);
+      this->value(value.has_value());
       if (value) this->value(*value);
     } else if constexpr (requires { value.begin(); }) {
       fixed(static_cast<std::uint32_t>(value.size()));

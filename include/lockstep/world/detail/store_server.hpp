@@ -75,9 +75,7 @@ class StoreServer {
   /// Closes every connection. Does not wait for any client.
   ~StoreServer() {
     const bool runs_here = getpid() == owner_;  // the thread, and not in the parent of this process
-    const std::uint64_t one = 1;
-    if (runs_here && write(wake_.get(), &one, sizeof one) < 0) {
-    }
+    if (runs_here) eventfd_write(wake_.get(), 1);
     runs_here ? thread_.join() : thread_.detach();
   }
   StoreServer(const StoreServer&) = delete;
@@ -372,7 +370,7 @@ class StoreServer {
 
   void reply(Connection& connection, std::uint64_t id, std::string_view result,
              StoreStatus status = StoreStatus::done) {
-    send(connection, FrameWriter().integer(id).value(status).raw(result).take());
+    send(connection, FrameWriter().value(id).value(status).raw(result).take());
   }
   void refuse(Connection& connection, std::uint64_t id, std::string_view reason) {
     reply(connection, id, reason, StoreStatus::refused);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -169,7 +170,6 @@ LOCKSTEP_INLINE void WorldState::await_all() {
   const std::lock_guard lock(joining_);
   if (complete_.load(std::memory_order_acquire)) return;
   const Environment& known = environment;
-  local_ = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (known.size > 1) {
     const auto waiting = [&](const LazyText& who) {
       if (joined.doubted) refuse_other_rank_zero(known, own_identity(joined.connection->address(), known));
@@ -214,15 +214,11 @@ LOCKSTEP_INLINE void WorldState::place_ranks(const Rendezvous& joined) {
       if (source != identity.address) address_ = source;
     }
   }
-  if (address_.empty()) address_ = joined.connection->address();
   if (!numbered) local_ = local;
 }
 
 LOCKSTEP_INLINE WorldState::LocalPlace WorldState::local_place() {
-  const Environment& known = environment;
-  if (known.launched || known.size == 1)
-    return {known.local_rank, known.local_size, known.rank - known.local_rank};
-  await_all();
+  if (!environment.launched && environment.size > 1) await_all();
   return local_;
 }
 
@@ -288,35 +284,29 @@ inline void await_first(WorldState& state, const std::string& first, int number,
                         std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + timeout;
-  std::string result;
-  for (bool ended = false;;) {
+  for (bool ended = false, failed = false;;) {
+    const auto now = Clock::now();
+    if (now > end)
+      throw TimeoutError(
+          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
+                    std::chrono::duration<double>(timeout).count()));
     try {
-      const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
-      result = state.client(std::clamp(left, Milliseconds(1), news_timeout))->get_to_str(key);
-      if (result == "done") return;
-    } catch (const c10::DistStoreError&) {  // not yet
-    } catch (const c10::Error&) {
+      RunClient run(*state.connection(), std::clamp(end, now + Milliseconds(1), now + news_timeout));
+      if (const auto failure = run.summary().failure)
+        throw PeerError(consequence_of(*failure, state.environment.rank, {}));
+      if (failed) throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
+      ended = number >= 0 && run.members({number}).at(0).exit_code;
+      if (run.get(key) == "done") return;
+      failed = true;
+    } catch (const StoreLost&) {
       throw PeerError(formatted(
           "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
           "finished its local_zero_first",
           first));
-    }
-    try {
-      RunClient run(*state.connection(), request_timeout);
-      if (const auto failure = run.summary().failure)
-        throw PeerError(consequence_of(*failure, state.environment.rank, {}));
-      if (ended && result.empty())
+    } catch (const StoreError&) {  // not yet
+      if (ended)
         throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
-      ended = number >= 0 && run.members({number}).at(0).exit_code;  // it may have finished before
-    } catch (const StoreError&) {
-      // The next call on the store says so.
     }
-    if (!result.empty())
-      throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
-    if (Clock::now() > end)
-      throw TimeoutError(
-          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
-                    std::chrono::duration<double>(timeout).count()));
   }
 }
 
@@ -390,9 +380,9 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
   if (place.size == 1) return;
   // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here joins the
   // rendezvous, however long the first rank's work takes afterwards.
-  const auto store = state.client();
   const auto call = detail::at_store("local_zero_first", [&] {
-    return store->add(detail::store_keys::calls_of_rank("local_zero_first", world.rank()), 1);
+    return detail::RunClient(*state.connection(), detail::request_timeout)
+        .add(detail::store_keys::calls_of_rank("local_zero_first", world.rank()), 1);
   });
   const Environment& known = state.environment;
   const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
@@ -405,7 +395,7 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
 
 LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
   if (!key.empty() && getpid() == world.state_->owner) try {
-      world.state_->client()->set(key, good ? "done" : "failed");
+      world.state_->client()->set(key, std::uncaught_exceptions() > exceptions ? "failed" : "done");
     } catch (...) {  // the launcher or the timeout ends the local ranks
     }
 }

@@ -43,11 +43,9 @@ struct WorldState : EndingRank {
   }
   /// Returns this process's connection to the store, null in a world of one rank.
   const std::shared_ptr<StoreConnection>& connection() { return rendezvous().connection; }
-  /// Returns another client of the store, each call on which times out after `timeout`.
+  /// Returns another client of the store of several ranks, each call on which times out after `timeout`.
   StorePtr client(std::chrono::milliseconds timeout = request_timeout) {
-    const Rendezvous& joined = rendezvous();
-    if (!joined.connection) return joined.store;
-    return c10::make_intrusive<StoreClient>(joined.connection, timeout);
+    return c10::make_intrusive<StoreClient>(connection(), timeout);
   }
   /// Returns whether this process hosts the store, so that it should leave last.
   bool hosts_store() { return connection() && connection()->hosts_store(); }
@@ -97,7 +95,8 @@ struct WorldState : EndingRank {
   std::atomic<bool> left_{false};  // this rank's end is published
   // Valid once all ranks have joined: written before `complete_` is set, and never again.
   std::atomic<bool> complete_{false};
-  LocalPlace local_;
+  LocalPlace local_{environment.local_rank, environment.local_size,
+                    environment.rank - environment.local_rank};
   bool single_host_ = true;
   std::string address_;
 };
