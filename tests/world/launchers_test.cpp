@@ -497,9 +497,7 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
   Values step = slurm;  // one of the step's tasks on this host
   step["SLURM_CPUS_ON_NODE"] = "1";
   CHECK(threads(step) == 1);
-  CHECK(read(step).host_cores == 1);
   step["SLURM_CPUS_PER_TASK"] = "6";
-  CHECK(read(step).host_cores == 6);
   CHECK(threads(step) == std::min(6, lockstep::detail::usable_cores()));
   CHECK(threads(slurm) == lockstep::detail::usable_cores());
   CHECK(!threads(changed(slurm, "OMP_NUM_THREADS", "3")));
@@ -517,10 +515,6 @@ TEST_CASE("the launcher of a process is its nearest ancestor without the launche
   CHECK(parent_of(getpid()) == getppid());
   CHECK(parent_of(-1) == 0);
   CHECK(launcher_process("LOCKSTEP_NO_SUCH_VARIABLE") == getppid());
-  CHECK(!started_with(-1, "PATH"));
-  setenv("LOCKSTEP_TEST_SET_LATER", "1", 1);
-  CHECK(started_with(getpid(), "LOCKSTEP_TEST_SET_LATER") == false);  // /proc shows the initial environment
-  unsetenv("LOCKSTEP_TEST_SET_LATER");
 }
 
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {

@@ -61,8 +61,6 @@ struct Environment {
   std::string rank_variables;
   /// The name of the variable that holds the local rank, for messages. Empty if there is none.
   std::string local_variable;
-  /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
-  std::optional<int> host_cores;
 };
 
 }  // namespace lockstep

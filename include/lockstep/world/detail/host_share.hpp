@@ -127,7 +127,13 @@ inline std::optional<ThreadShare> launched_threads(const Environment& env,
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
   const int own = usable_cores();
-  int host = env.host_cores.value_or(0);
+  int host = 0;
+  if (env.launcher == by_slurm.launcher) {
+    // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
+    const auto cores = [&](const char* name) { return whole_number(variables(name).value_or("")); };
+    const auto each = cores("SLURM_CPUS_PER_TASK");
+    host = each ? *each * env.local_size : cores("SLURM_CPUS_ON_NODE").value_or(0);
+  }
   if (host == 0) {
     // An unbound rank has the cores of the launcher's process, a bound one a part of them.
     const pid_t launcher = launcher_process(env.rank_variables.substr(0, env.rank_variables.find(',')));
@@ -151,9 +157,9 @@ inline std::string thread_source(int threads, bool launched_here,
   if (!given) return variables("MKL_NUM_THREADS") ? "MKL_NUM_THREADS" : "the default of LibTorch";
   // MKL uses no more threads than there are cores.
   if (threads > whole_number(*given).value_or(threads)) return "the program";
-  const bool inherited = started_with(getppid(), "OMP_NUM_THREADS").value_or(true);
-  if (!inherited && launched_here) return share_of_cores;
-  return !inherited && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
+  const bool by_parent = launcher_process("OMP_NUM_THREADS") == getppid();
+  if (by_parent && launched_here) return share_of_cores;
+  return by_parent && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
 }
 
 /// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
