@@ -184,29 +184,20 @@ inline void set_nccl_environment() {
   for (const NcclVariable& variable : nccl_variables) setenv(variable.name, variable.value, 0);
 }
 
-/// Returns what a program that uses NCCL should know of its environment: the variables that neither it nor
-/// `launch` has set, and the user's values with which LibTorch ends the process. Empty if there is nothing.
+/// Returns the warning about the environment of a program that uses NCCL, in which LibTorch may end the process:
+/// it names each variable that is unset or has one of the values of `ends_process`. Empty if there is none.
 inline std::string nccl_environment_warning(const Variables& variables = process_variable) {
-  std::vector<std::string> unset, ending;
+  std::vector<std::string> wanted;
   for (const NcclVariable& variable : nccl_variables) {
     const auto value = variables(variable.name);
-    if (!value)
-      unset.push_back(formatted("{}={}", variable.name, variable.value));
-    else if (std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
-      ending.push_back(formatted("{}={}", variable.name, *value));
+    if (!value || std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
+      wanted.push_back(formatted("{}={}", variable.name, variable.value));
   }
-  std::string warning;
-  if (!ending.empty())
-    warning = formatted(
-        "with {}, LibTorch ends the process when a collective of NCCL fails or times out, "
-        "before lockstep can name the rank: unset it{}",
-        joined(ending, " "), unset.empty() ? "" : "; ");
-  if (!unset.empty())
-    warning += formatted(
-        "this program was started without lockstep::launch, and LibTorch may end it when a "
-        "collective of NCCL fails: set {} before the program starts",
-        joined(unset, " "));
-  return warning;
+  if (wanted.empty()) return {};
+  return formatted(
+      "LibTorch may end this process when a collective of NCCL fails or times out, before lockstep can "
+      "name the rank: set {} before the program starts, as lockstep::launch sets those that are unset",
+      joined(wanted, " "));
 }
 
 }  // namespace lockstep::detail
