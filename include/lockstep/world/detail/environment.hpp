@@ -248,7 +248,7 @@ inline void set_rendezvous(const Variables& variables, const LauncherVariables& 
         hand ? " is not set" : " has started ranks on several hosts and names no address", hint));
   }
   env.rendezvous = formatted("tcp://{}:{}", host, *port);
-  env.rendezvous_origin.text = origin;
+  env.rendezvous_origin = origin;
 }
 
 /// Sets the rendezvous and the secret of a rank that a launcher has started. The store is on the first host of
@@ -354,7 +354,7 @@ inline Environment environment_by_hand(const Variables& variables, int here = 1)
     // These are lockstep's own.
     if (starter && *starter != "1") env.rank_variables.clear();
     if (starter && (*starter != "1" || names_loopback(variables("MASTER_ADDR").value_or(""))))
-      env.rendezvous_origin.text.clear();
+      env.rendezvous_origin.clear();
   } else if (!torchrun) {
     env.rank_variables.clear();
     if (const LauncherVariables* names = launcher_of(variables)) {

@@ -117,7 +117,7 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 /// just started. Throws RendezvousError for a name that cannot be resolved. `origin`: what determines the
 /// name.
 inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
-                                                 const RendezvousOrigin& origin) {
+                                                 const std::string& origin) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
   struct Shared {
     Resolved found;
@@ -138,12 +138,11 @@ inline std::vector<SocketAddress> resolve_master(const std::string& host, int po
   const int status = shared->status;
   if (status == 0) return shared->found.addresses;
   throw RendezvousError(formatted(
-      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or {} its "
+      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or use its "
       "address",
-      host, origin.text.empty() ? "" : " (" + origin.text + ")", host_name(),
+      host, origin.empty() ? "" : " (" + origin + ")", host_name(),
       status == EAI_AGAIN ? formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
-                          : std::string(gai_strerror(status)),
-      origin.set_host));
+                          : std::string(gai_strerror(status))));
 }
 
 /// Returns whether an interface of this host has this address.
@@ -172,7 +171,7 @@ struct PortInUse : RendezvousError {
 /// loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. So does
 /// this host's own name if it cannot be resolved. Throws PortInUse, or another RendezvousError, which name
 /// the port, and RendezvousError for an unknown name.
-inline Listener listen_on(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
+inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
   Listener listener;
   std::vector<SocketAddress> addresses;
   try {
@@ -204,14 +203,13 @@ inline Listener listen_on(const std::string& host, int port, const RendezvousOri
       bind(fd, bound.get(), bound.length) != 0 || listen(fd, 1024) != 0) {
     if (errno == EADDRINUSE)
       throw PortInUse(
-          formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): {} a "
-                    "free one on every rank",
-                    port, port, origin.set_port));
+          formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): use a "
+                    "free one on every rank (MASTER_PORT, or the URL of World::join)",
+                    port, port));
     const bool denied = errno == EACCES;
     throw RendezvousError(
         formatted("cannot listen on port {}: {}", port,
-                  denied ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
-                         : std::string(std::strerror(errno))));
+                  denied ? "permission denied: use one above 1023 on every rank" : std::strerror(errno)));
   }
   close_in_children(fd);
   getsockname(fd, bound.get(), &bound.length);
@@ -251,7 +249,7 @@ struct ConnectAttempt {
 /// for a name that cannot be resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until,
-                                  const RendezvousOrigin& origin = {}) {
+                                  const std::string& origin = {}) {
   const auto addresses = resolve_master(host, port, origin);
   until = std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
   ConnectAttempt attempt;
