@@ -789,6 +789,14 @@ TEST_CASE("each rank gets its share of the cores") {
               "threads 3\n") == 2);
 }
 
+TEST_CASE("GPUs and timeout of launch reach a rank in its environment, one process or several") {
+  for (const char* nproc : {"1", "2"})
+    CHECK(
+        count(run({program, "variables", "--nproc", nproc, "--timeout", "90"}, {{"CUDA_VISIBLE_DEVICES", ""}})
+                  .out,
+              "GPUs 2,0, timeout 90\n") == std::stoi(nproc));
+}
+
 TEST_CASE("a World without launch leaves the process as it was") {
   Together ranks({program, "untouched"}, 2);
   CHECK(ranks.wait() == std::vector<int>{0, 0});

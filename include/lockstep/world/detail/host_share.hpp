@@ -126,7 +126,6 @@ inline std::optional<ThreadShare> launched_threads(const Environment& env,
   if (env.launcher.empty() || env.launcher == "torchrun" || env.store_is_hosted || !env.launched ||
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
-  const int own = usable_cores();
   int host = 0;
   if (env.launcher == by_slurm.launcher) {
     // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
@@ -134,12 +133,10 @@ inline std::optional<ThreadShare> launched_threads(const Environment& env,
     const auto each = cores("SLURM_CPUS_PER_TASK");
     host = each ? *each * env.local_size : cores("SLURM_CPUS_ON_NODE").value_or(0);
   }
-  if (host == 0) {
-    // An unbound rank has the cores of the launcher's process, a bound one a part of them.
-    const pid_t launcher = launcher_process(env.rank_variables.substr(0, env.rank_variables.find(',')));
-    host = launcher > 0 ? usable_cores(launcher) : own;
-  }
-  return thread_share(own, host, env.local_size);
+  // An unbound rank has the cores of the launcher's process, a bound one a part of them.
+  if (host == 0)
+    host = usable_cores(launcher_process(env.rank_variables.substr(0, env.rank_variables.find(','))));
+  return thread_share(usable_cores(), host, env.local_size);
 }
 
 /// The number of threads that lockstep has set in this process, 0 if it has not, and what determines it; see

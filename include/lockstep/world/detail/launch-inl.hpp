@@ -132,15 +132,15 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   Place place;
   try {
     place = resolve(argc, argv, options);
+    // Here and in the ranks that it starts; before any CUDA call, since CUDA reads its variable once.
+    if (!options.gpus.empty()) setenv("CUDA_VISIBLE_DEVICES", options.gpus.c_str(), 1);
+    if (place.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*place.timeout).c_str(), 1);
     if (!place.worker) return launch_here(place, argc, argv, options);
   } catch (const Error&) {
     fail_process(failure_of(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
   keep_freed_memory();
-  // Before any CUDA call: CUDA reads the variable once.
-  if (!place.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", place.visible_devices.c_str(), 1);
-  if (place.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*place.timeout).c_str(), 1);
   set_nccl_environment();
   int code = 0;
   run_without_handlers([&] {
