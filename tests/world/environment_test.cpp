@@ -45,7 +45,7 @@ TEST_CASE("torchrun's variables are read") {
   CHECK(env.store_is_hosted);
   CHECK(env.store_outlives_attempts);
   CHECK(env.rendezvous == "tcp://node1:29500");
-  CHECK(env.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
+  CHECK(env.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("a rank by hand hosts the store itself") {
@@ -226,14 +226,14 @@ TEST_CASE("a process alone has no rendezvous, whatever address is exported") {
     const auto env = read(with_master(values));
     CHECK(env.size == 1);
     CHECK(env.rendezvous.empty());
-    CHECK(env.rendezvous_origin.text.empty());
+    CHECK(env.rendezvous_origin.empty());
   }
 }
 
 TEST_CASE("by hand all ranks of a run on one host meet at MASTER_ADDR, where another host is refused") {
   const auto all = plan({"--nproc", "2"}, with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
   CHECK(all.environment.rendezvous == "tcp://node1:29500");
-  CHECK(all.environment.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
+  CHECK(all.environment.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("on one host the world size is the number of processes") {

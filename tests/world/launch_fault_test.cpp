@@ -224,8 +224,8 @@ TEST_CASE("a port in use is named") {
     INFO(result.error);
     CHECK(result.code == 1);
     CHECK(result.error.ends_with(
-        fmt::format("port {0} is already in use on this host (`ss -ltnp 'sport = :{0}'` shows by whom): set "
-                    "MASTER_PORT to a free one on every rank\n",
+        fmt::format("port {0} is already in use on this host (`ss -ltnp 'sport = :{0}'` shows by whom): use "
+                    "a free one on every rank (MASTER_PORT, or the URL of World::join)\n",
                     taken.number())));
     CHECK(count(result.error, "\n") == 1);
   }
@@ -771,7 +771,8 @@ TEST_CASE("an error at the URL of World::join names the call") {
     return result.error;
   };
   const StoreServer other(listen_on("127.0.0.1", 0), "of another run");
-  CHECK(joins(other.port(), "0").ends_with(": give World::join a free one on every rank\n"));
+  CHECK(joins(other.port(), "0")
+            .ends_with("use a free one on every rank (MASTER_PORT, or the URL of World::join)\n"));
   CHECK(joins(other.port(), "1")
             .starts_with(fmt::format(
                 "error: the store at 127.0.0.1:{} (the URL given to World::join) belongs to another run",
@@ -784,6 +785,14 @@ TEST_CASE("each rank gets its share of the cores") {
   CHECK(count(run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", "2"}}).out, "threads 2\n") == 2);
   CHECK(count(run({program, "threads", "--nproc", "2", "--threads", "3"}, {{"OMP_NUM_THREADS", "2"}}).out,
               "threads 3\n") == 2);
+}
+
+TEST_CASE("GPUs and timeout of launch reach a rank in its environment, one process or several") {
+  for (const char* nproc : {"1", "2"})
+    CHECK(
+        count(run({program, "variables", "--nproc", nproc, "--timeout", "90"}, {{"CUDA_VISIBLE_DEVICES", ""}})
+                  .out,
+              "GPUs 2,0, timeout 90\n") == std::stoi(nproc));
 }
 
 TEST_CASE("a World without launch leaves the process as it was") {

@@ -122,7 +122,7 @@ TEST_CASE("a step of Slurm") {
   CHECK(port <= 65535);
   CHECK(rank.rendezvous == read(changed(slurm, "SLURM_PROCID", "0")).rendezvous);
   CHECK(rank.rendezvous != read(changed(slurm, "SLURM_STEP_ID", "1")).rendezvous);
-  CHECK(rank.rendezvous_origin.text == "SLURM_STEP_NODELIST=n[09-10], a port derived from the job");
+  CHECK(rank.rendezvous_origin == "SLURM_STEP_NODELIST=n[09-10], a port derived from the job");
 
   CHECK(read(changed(slurm, "LOCAL_RANK", "0")).rank == 2);
   refused(changed(slurm, "LOCAL_RANK", "1"), "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun");
@@ -163,7 +163,7 @@ TEST_CASE("the mpirun of Open MPI") {
   CHECK(rank.size == 4);
   CHECK(rank.local_rank == 1);
   CHECK(rank.local_size == 4);
-  CHECK(rank.rendezvous_origin.text == "the loopback address, a port derived from the job");
+  CHECK(rank.rendezvous_origin == "the loopback address, a port derived from the job");
   const auto [host, port] = lockstep::detail::parse_rendezvous(rank.rendezvous);
   CHECK(host == "127.0.0.1");
   CHECK(port >= 61000);
@@ -298,7 +298,7 @@ TEST_CASE("one process of another launcher on each host starts the ranks of its 
   CHECK(last.store_secret == env.store_secret);
   CHECK(last.launcher == "srun with --nproc");
   CHECK(last.rank_variables.empty());  // they are not the user's
-  CHECK(last.rendezvous_origin.text.empty());
+  CHECK(last.rendezvous_origin.empty());
 
   CHECK(plan({}, step, {.gpus = "0,1"}).environment.size == 6);
   // A default, which the launcher's number of processes replaces.
@@ -475,7 +475,7 @@ TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
   unparsable["MASTER_ADDR"] = "n09";
   const auto environment = read(unparsable);
   CHECK(environment.rendezvous == read(slurm).rendezvous);
-  CHECK(environment.rendezvous_origin.text == "MASTER_ADDR=n09, a port derived from the job");
+  CHECK(environment.rendezvous_origin == "MASTER_ADDR=n09, a port derived from the job");
 }
 
 TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {
@@ -497,9 +497,7 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
   Values step = slurm;  // one of the step's tasks on this host
   step["SLURM_CPUS_ON_NODE"] = "1";
   CHECK(threads(step) == 1);
-  CHECK(read(step).host_cores == 1);
   step["SLURM_CPUS_PER_TASK"] = "6";
-  CHECK(read(step).host_cores == 6);
   CHECK(threads(step) == std::min(6, lockstep::detail::usable_cores()));
   CHECK(threads(slurm) == lockstep::detail::usable_cores());
   CHECK(!threads(changed(slurm, "OMP_NUM_THREADS", "3")));
@@ -517,10 +515,6 @@ TEST_CASE("the launcher of a process is its nearest ancestor without the launche
   CHECK(parent_of(getpid()) == getppid());
   CHECK(parent_of(-1) == 0);
   CHECK(launcher_process("LOCKSTEP_NO_SUCH_VARIABLE") == getppid());
-  CHECK(!started_with(-1, "PATH"));
-  setenv("LOCKSTEP_TEST_SET_LATER", "1", 1);
-  CHECK(started_with(getpid(), "LOCKSTEP_TEST_SET_LATER") == false);  // /proc shows the initial environment
-  unsetenv("LOCKSTEP_TEST_SET_LATER");
 }
 
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {

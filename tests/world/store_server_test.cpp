@@ -584,8 +584,7 @@ TEST_CASE("a port that needs privileges is refused with the reason") {
   std::string text(1000, '\0');
   text.resize(
       static_cast<std::size_t>(std::max<ssize_t>(0, read(pipe.read.get(), text.data(), text.size()))));
-  CHECK(text ==
-        "cannot listen on port 81: permission denied: set MASTER_PORT to one above 1023 on every rank");
+  CHECK(text == "cannot listen on port 81: permission denied: use one above 1023 on every rank");
 }
 
 TEST_CASE("control characters of another process are escaped") {

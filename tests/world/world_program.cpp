@@ -134,6 +134,9 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     std::this_thread::sleep_for(60s);
   } else if (mode == "threads") {
     world.log.all().info("threads {}", at::get_num_threads());
+  } else if (mode == "variables") {
+    world.log.all().info("GPUs {}, timeout {}", std::getenv("CUDA_VISIBLE_DEVICES"),
+                         std::getenv("LOCKSTEP_TIMEOUT"));
   } else if (mode == "progress") {
     meet(world);
     lockstep::Progress progress(world.log, 50, {.title = "epoch 1/1", .line_every = 300ms});
@@ -215,5 +218,6 @@ int main(int argc, char** argv) {
       world.log.all().info("arguments{}", all);
     });
   return lockstep::launch(argc, arguments,
-                          [&](World world) { return rank_of(mode, world, argc > 2 ? argv[2] : ""); });
+                          [&](World world) { return rank_of(mode, world, argc > 2 ? argv[2] : ""); },
+                          {.gpus = mode == "variables" ? "2,0" : ""});
 }

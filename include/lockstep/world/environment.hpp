@@ -17,14 +17,6 @@ inline std::optional<std::string> process_variable(const char* name) {
   return std::string(text);
 }
 
-/// What determines the address of a rendezvous, and how to change it, for messages.
-struct RendezvousOrigin {
-  /// As "MASTER_ADDR=a, MASTER_PORT=29500". Empty if it is unknown or `launch` has chosen the address.
-  std::string text = {};
-  /// The beginnings of the remedies for a wrong host and a wrong port.
-  std::string set_host = "set MASTER_ADDR to", set_port = "set MASTER_PORT to";
-};
-
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
 /// torchrun's may be set by hand; without any of them the process is alone. Reading them opens no socket.
 struct Environment {
@@ -36,8 +28,9 @@ struct Environment {
   int local_size = 1;
   /// The rendezvous: `tcp://host:port`. Empty if the process is alone.
   std::string rendezvous;
-  /// What determines `rendezvous`.
-  RendezvousOrigin rendezvous_origin;
+  /// What determines `rendezvous`, for messages: "MASTER_ADDR=a, MASTER_PORT=29500". Empty if it is unknown or
+  /// `launch` has chosen the address.
+  std::string rendezvous_origin;
   /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
   bool store_is_hosted = false;
   /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
@@ -61,8 +54,6 @@ struct Environment {
   std::string rank_variables;
   /// The name of the variable that holds the local rank, for messages. Empty if there is none.
   std::string local_variable;
-  /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
-  std::optional<int> host_cores;
 };
 
 }  // namespace lockstep

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstddef>
-#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -180,25 +179,15 @@ inline std::string first_host(std::string_view list) {
   return host;
 }
 
-/// Throws UsageError if the variable `name`, one of `names`, is above `most`, which follows from `limit`.
-inline void require_within(const Variables& variables, const LauncherVariables& names, const char* name,
-                           int value, int least, int most, const char* limit) {
-  if (value > most)
-    throw UsageError(formatted("{}={} is out of range: with {}={} it must be in {} to {}{}", name, value,
-                               limit, variables(limit).value_or(""), least, most,
-                               names.by_hand() ? "" : ": pass the launcher's whole environment on"));
-}
-
 /// Returns rank, size and place on the host, std::nullopt if there is no rank. Throws UsageError for
 /// variables that contradict each other, and for several ranks without this one's: each process would train
 /// alone.
 inline std::optional<Environment> place_by(const Variables& variables, const LauncherVariables& names) {
-  const bool hand = names.by_hand();
+  const bool hand = names.by_hand(), slurm = names.local_size == by_slurm.local_size;
   const auto rank = integer_variable(variables, names.rank, 0),
              size = integer_variable(variables, names.size, 1);
   const auto local_rank = integer_variable(variables, names.local_rank, 0);
-  const auto local_size =
-      names.rank == by_slurm.rank ? tasks_here(variables) : integer_variable(variables, names.local_size, 1);
+  const auto local_size = slurm ? tasks_here(variables) : integer_variable(variables, names.local_size, 1);
   if (!rank && size.value_or(1) == 1 && (!hand || local_rank.value_or(0) == 0)) return std::nullopt;
   if (!rank || !size) {
     const char* set = rank ? names.rank : size > 1 ? names.size : names.local_rank;
@@ -209,7 +198,12 @@ inline std::optional<Environment> place_by(const Variables& variables, const Lau
     throw UsageError(formatted("{}={} is set but {} is not: {}, or unset {}", set,
                                variables(set).value_or(""), rank ? names.size : names.rank, remedy, set));
   }
-  const auto require = std::bind_front(require_within, std::cref(variables), std::cref(names));
+  const auto require = [&](const char* name, int value, int least, int most, const char* limit) {
+    if (value > most)
+      throw UsageError(formatted("{}={} is out of range: with {}={} it must be in {} to {}{}", name, value,
+                                 limit, variables(limit).value_or(""), least, most,
+                                 hand ? "" : ": pass the launcher's whole environment on"));
+  };
   require(names.rank, *rank, 0, *size - 1, names.size);
   if (local_size) require(names.local_size, *local_size, 1, *size, names.size);
   if (local_rank && local_size) require(names.local_rank, *local_rank, 0, *local_size - 1, names.local_size);
@@ -230,7 +224,8 @@ inline std::optional<Environment> place_by(const Variables& variables, const Lau
 /// Sets the rendezvous: MASTER_ADDR, else `host`, which `origin` determines, and MASTER_PORT, else a port
 /// that follows from `job`. Throws UsageError if one of them is missing.
 inline void set_rendezvous(const Variables& variables, const LauncherVariables& names, Environment& env,
-                           std::string host = {}, std::string origin = {}, std::string_view job = {}) {
+                           std::string host = {}, std::string origin = {},
+                           const std::optional<std::string>& job = {}) {
   const auto address = variables("MASTER_ADDR");
   auto port = integer_variable(variables, "MASTER_PORT", 1, 65535);
   if (address) {
@@ -239,7 +234,7 @@ inline void set_rendezvous(const Variables& variables, const LauncherVariables& 
   }
   origin += port ? formatted(", MASTER_PORT={}", *port) : ", a port derived from the job";
   // Outside of the range from which Linux assigns ports itself.
-  if (!port && !job.empty()) port = 61000 + static_cast<int>(fnv1a(job) % 4500);
+  if (!port && job) port = 61000 + static_cast<int>(fnv1a(*job) % 4500);
   if (host.empty() || !port) {
     const bool hand = names.by_hand();
     std::string hint = names.pass_address;
@@ -253,43 +248,39 @@ inline void set_rendezvous(const Variables& variables, const LauncherVariables& 
         hand ? " is not set" : " has started ranks on several hosts and names no address", hint));
   }
   env.rendezvous = formatted("tcp://{}:{}", host, *port);
-  env.rendezvous_origin.text = origin;
+  env.rendezvous_origin = origin;
 }
 
-/// Sets rendezvous, secret and cores of a task of srun. The store is on the first host of the step.
-inline void join_step(const Variables& variables, Environment& env) {
-  const auto job_id = variables("SLURM_JOB_ID"), step_id = variables("SLURM_STEP_ID");
-  if (!job_id || !step_id)  // without them two jobs would take each other for one
-    throw UsageError(formatted("SLURM_PROCID={} is set but {} is not: pass srun's whole environment on",
-                               env.rank, job_id ? "SLURM_STEP_ID" : "SLURM_JOB_ID"));
-  const auto step = *job_id + "." + *step_id;
-  // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
-  const auto hosts = variables("MASTER_ADDR") ? std::nullopt : variables("SLURM_STEP_NODELIST");
-  if (hosts && env.local_size < env.size &&
-      variables("SLURM_DISTRIBUTION").value_or("").starts_with("arbitrary"))
-    throw UsageError("srun -m arbitrary: set MASTER_ADDR to the host of rank 0, the first of SLURM_HOSTFILE");
-  set_rendezvous(variables, by_slurm, env, hosts ? first_host(*hosts) : std::string(),
-                 formatted("SLURM_STEP_NODELIST={}", hosts.value_or("")), step);
-  if (env.store_secret.empty()) env.store_secret = formatted("run {}", fnv1a("srun " + step));
-  // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
-  const auto cores = [&](const char* name) { return whole_number(variables(name).value_or("")); };
-  const auto each = cores("SLURM_CPUS_PER_TASK");
-  env.host_cores = each && env.launched ? *each * env.local_size : cores("SLURM_CPUS_ON_NODE");
-}
-
-/// Sets the rendezvous and the secret of a rank of MPI. If all ranks are on one host, the store is there, and
-/// port and secret follow from the job's name where the launcher sets one, else from the launcher's process.
-inline void join_job(const Variables& variables, const LauncherVariables& names, Environment& env) {
-  if (!env.launched || env.local_size < env.size) return set_rendezvous(variables, names, env);
-  auto job = variables("PMIX_NAMESPACE");
-  if (!job) job = variables("OMPI_MCA_ess_base_jobid");
-  // The parent may be a script of this rank alone, so that its number is no secret of the run.
-  if (const pid_t launcher = job ? 0 : launcher_process(names.rank); launcher > 0)
-    job = std::to_string(launcher);
+/// Sets the rendezvous and the secret of a rank that a launcher has started. The store is on the first host of
+/// srun's step, or on the only host of MPI's ranks; port and secret follow from the launcher's name of the run.
+inline void join_launched(const Variables& variables, const LauncherVariables& names, Environment& env) {
+  const bool one_host = env.launched && env.local_size == env.size;
+  std::string host, origin;
+  std::optional<std::string> job;
+  if (names.rank == by_slurm.rank) {
+    const auto job_id = variables("SLURM_JOB_ID"), step_id = variables("SLURM_STEP_ID");
+    if (!job_id || !step_id)  // without them two jobs would take each other for one
+      throw UsageError(formatted("SLURM_PROCID={} is set but {} is not: pass srun's whole environment on",
+                                 env.rank, job_id ? "SLURM_STEP_ID" : "SLURM_JOB_ID"));
+    job = *job_id + "." + *step_id;
+    // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
+    const auto hosts = variables("MASTER_ADDR") ? std::nullopt : variables("SLURM_STEP_NODELIST");
+    if (hosts && !one_host && variables("SLURM_DISTRIBUTION").value_or("").starts_with("arbitrary"))
+      throw UsageError(
+          "srun -m arbitrary: set MASTER_ADDR to the host of rank 0, the first of SLURM_HOSTFILE");
+    host = first_host(hosts.value_or(""));
+    origin = "SLURM_STEP_NODELIST=" + hosts.value_or("");
+  } else if (one_host) {
+    job = variables("PMIX_NAMESPACE");
+    if (!job) job = variables("OMPI_MCA_ess_base_jobid");
+    // Not the parent, which may be a script of this rank alone.
+    if (!job) job = std::to_string(launcher_process(names.rank));
+    host = loopback_address();
+    origin = "the loopback address";
+  }
   if (job && env.store_secret.empty())
     env.store_secret = formatted("run {}", fnv1a(env.launcher + " " + *job));
-  set_rendezvous(variables, names, env, loopback_address(), "the loopback address",
-                 job.value_or(std::to_string(getppid())));
+  set_rendezvous(variables, names, env, host, origin, job);
 }
 
 /// Throws UsageError if WORLD_SIZE is set and is not the size of `env`, whose ranks a launcher has started.
@@ -330,26 +321,16 @@ inline std::optional<Environment> launched_environment(const Variables& variable
   auto env = place_by(variables, *names);
   if (!env || env->size == 1) return std::nullopt;  // a process alone, which may start ranks itself
   if (nproc == 0) require_size(variables, *env);
-  if (const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0)) {
-    if (env->launched && *local_rank != env->local_rank)
-      throw UsageError(formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
-                                 env->local_variable, env->local_rank, env->launcher));
-    const auto local_size = integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
-    if (local_size)
-      require_within(variables, by_torchrun, "LOCAL_RANK", *local_rank, 0, *local_size - 1,
-                     "LOCAL_WORLD_SIZE");
-    if (!env->launched) {
-      env->launched = local_size.has_value();
-      env->local_rank = *local_rank;
-      env->local_size = local_size.value_or(1);
-      if (!local_size) env->expected_local_rank = local_rank;
-    }
+  const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
+  if (local_rank && env->launched && *local_rank != env->local_rank)
+    throw UsageError(formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
+                               env->local_variable, env->local_rank, env->launcher));
+  if (local_rank && !env->launched) {  // a script may say what the launcher leaves open
+    env = place_by(variables, {"", names->rank, names->size, "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
+    env->launcher = names->launcher;
   }
   env->store_secret = read_store_secret(variables);
-  if (names == &by_slurm)
-    join_step(variables, *env);
-  else
-    join_job(variables, *names, *env);
+  join_launched(variables, *names, *env);
   return env;
 }
 
@@ -373,7 +354,7 @@ inline Environment environment_by_hand(const Variables& variables, int here = 1)
     // These are lockstep's own.
     if (starter && *starter != "1") env.rank_variables.clear();
     if (starter && (*starter != "1" || names_loopback(variables("MASTER_ADDR").value_or(""))))
-      env.rendezvous_origin.text.clear();
+      env.rendezvous_origin.clear();
   } else if (!torchrun) {
     env.rank_variables.clear();
     if (const LauncherVariables* names = launcher_of(variables)) {

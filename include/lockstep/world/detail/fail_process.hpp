@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,7 +12,6 @@
 #include <iostream>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -138,16 +136,10 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(Failure failure) noe
     tell_failure(failure, said);
   } catch (...) {  // no memory or no thread: the code below needs neither
   }
-  if (!said) {
-    const int supervisor = report_descriptor();
-    const auto piece = [](std::string_view text) {
-      return iovec{const_cast<char*>(text.data()), text.size()};
-    };
-    const iovec pieces[] = {piece(supervisor >= 0 ? "" : "error: "), piece(failure.message),
-                            piece(supervisor >= 0 ? "" : "\n")};
-    if (writev(supervisor >= 0 ? supervisor : 2, pieces, 3) < 0) {
-    }
-  }
+  if (!said && report_descriptor() >= 0)
+    dprintf(report_descriptor(), "%s", failure.message.c_str());
+  else if (!said)
+    dprintf(2, "error: %s\n", failure.message.c_str());
   _exit(failure.code);
 }
 

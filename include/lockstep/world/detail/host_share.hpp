@@ -126,14 +126,17 @@ inline std::optional<ThreadShare> launched_threads(const Environment& env,
   if (env.launcher.empty() || env.launcher == "torchrun" || env.store_is_hosted || !env.launched ||
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
-  const int own = usable_cores();
-  int host = env.host_cores.value_or(0);
-  if (host == 0) {
-    // An unbound rank has the cores of the launcher's process, a bound one a part of them.
-    const pid_t launcher = launcher_process(env.rank_variables.substr(0, env.rank_variables.find(',')));
-    host = launcher > 0 ? usable_cores(launcher) : own;
+  int host = 0;
+  if (env.launcher == by_slurm.launcher) {
+    // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
+    const auto cores = [&](const char* name) { return whole_number(variables(name).value_or("")); };
+    const auto each = cores("SLURM_CPUS_PER_TASK");
+    host = each ? *each * env.local_size : cores("SLURM_CPUS_ON_NODE").value_or(0);
   }
-  return thread_share(own, host, env.local_size);
+  // An unbound rank has the cores of the launcher's process, a bound one a part of them.
+  if (host == 0)
+    host = usable_cores(launcher_process(env.rank_variables.substr(0, env.rank_variables.find(','))));
+  return thread_share(usable_cores(), host, env.local_size);
 }
 
 /// The number of threads that lockstep has set in this process, 0 if it has not, and what determines it; see
@@ -151,9 +154,9 @@ inline std::string thread_source(int threads, bool launched_here,
   if (!given) return variables("MKL_NUM_THREADS") ? "MKL_NUM_THREADS" : "the default of LibTorch";
   // MKL uses no more threads than there are cores.
   if (threads > whole_number(*given).value_or(threads)) return "the program";
-  const bool inherited = started_with(getppid(), "OMP_NUM_THREADS").value_or(true);
-  if (!inherited && launched_here) return share_of_cores;
-  return !inherited && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
+  const bool by_parent = launcher_process("OMP_NUM_THREADS") == getppid();
+  if (by_parent && launched_here) return share_of_cores;
+  return by_parent && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
 }
 
 /// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
@@ -178,29 +181,20 @@ inline void set_nccl_environment() {
   for (const NcclVariable& variable : nccl_variables) setenv(variable.name, variable.value, 0);
 }
 
-/// Returns what a program that uses NCCL should know of its environment: the variables that neither it nor
-/// `launch` has set, and the user's values with which LibTorch ends the process. Empty if there is nothing.
+/// Returns the warning about the environment of a program that uses NCCL, in which LibTorch may end the process:
+/// it names each variable that is unset or has one of the values of `ends_process`. Empty if there is none.
 inline std::string nccl_environment_warning(const Variables& variables = process_variable) {
-  std::vector<std::string> unset, ending;
+  std::vector<std::string> wanted;
   for (const NcclVariable& variable : nccl_variables) {
     const auto value = variables(variable.name);
-    if (!value)
-      unset.push_back(formatted("{}={}", variable.name, variable.value));
-    else if (std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
-      ending.push_back(formatted("{}={}", variable.name, *value));
+    if (!value || std::string_view(variable.ends_process).find(value->front()) != std::string_view::npos)
+      wanted.push_back(formatted("{}={}", variable.name, variable.value));
   }
-  std::string warning;
-  if (!ending.empty())
-    warning = formatted(
-        "with {}, LibTorch ends the process when a collective of NCCL fails or times out, "
-        "before lockstep can name the rank: unset it{}",
-        joined(ending, " "), unset.empty() ? "" : "; ");
-  if (!unset.empty())
-    warning += formatted(
-        "this program was started without lockstep::launch, and LibTorch may end it when a "
-        "collective of NCCL fails: set {} before the program starts",
-        joined(unset, " "));
-  return warning;
+  if (wanted.empty()) return {};
+  return formatted(
+      "LibTorch may end this process when a collective of NCCL fails or times out, before lockstep can "
+      "name the rank: set {} before the program starts, as lockstep::launch sets those that are unset",
+      joined(wanted, " "));
 }
 
 }  // namespace lockstep::detail

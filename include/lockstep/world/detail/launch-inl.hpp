@@ -4,7 +4,6 @@
 #include <malloc.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -67,10 +65,8 @@ inline void keep_freed_memory() {
 /// receive printed output.
 inline void fill_standard_descriptors() {
   for (int number : {0, 1, 2})
-    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
-      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
-      if (opened > 2) ::close(opened);
-    }
+    if (fcntl(number, F_GETFD) < 0)
+      open("/dev/null", O_RDWR);  // gets the lowest free number, which is `number`
 }
 
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
@@ -106,8 +102,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     if (alone || failure.kind == FailureKind::consequence) return;
     failure.host = host_name();
     at_most(publish_limit, [failure, url, secret, size = env.size, process = process_name(failure.pid)] {
-      const StoreEndpoint endpoint{url.host, url.port, secret};
-      StoreConnection connection(endpoint, greeting_timeout);
+      StoreConnection connection({url.host, url.port, secret}, greeting_timeout);
       RunClient run(connection, greeting_timeout);
       const RankIdentity rank{.process = process, .host = host_identity()};
       const auto known = run.join(failure.rank, size, rank, false);
@@ -137,15 +132,15 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   Place place;
   try {
     place = resolve(argc, argv, options);
+    // Here and in the ranks that it starts; before any CUDA call, since CUDA reads its variable once.
+    if (!options.gpus.empty()) setenv("CUDA_VISIBLE_DEVICES", options.gpus.c_str(), 1);
+    if (place.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*place.timeout).c_str(), 1);
     if (!place.worker) return launch_here(place, argc, argv, options);
   } catch (const Error&) {
     fail_process(failure_of(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
   keep_freed_memory();
-  // Before any CUDA call: CUDA reads the variable once.
-  if (!place.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", place.visible_devices.c_str(), 1);
-  if (place.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*place.timeout).c_str(), 1);
   set_nccl_environment();
   int code = 0;
   run_without_handlers([&] {
@@ -157,7 +152,6 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
       announce_end(state_of(*kept));
     }
     auto arguments = program_arguments(argc, argv, options);
-    bool stopped = false;
     const pid_t owner = getpid();
     try {
       code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
@@ -165,11 +159,10 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     } catch (const Stopped& stop) {            // on every rank; any other exception still finds no handler
       world.log.warning("{}", stop.what());
       code = stopped_exit_code;
-      stopped = true;
     }
     flush_stdout();
     try {
-      state_of(world).end(stopped ? 0 : code, true);
+      state_of(world).end(code == stopped_exit_code ? 0 : code, true);
     } catch (const std::exception&) {  // the store has ended, and the other ranks with it
     }
   });

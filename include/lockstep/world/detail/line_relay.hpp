@@ -28,14 +28,12 @@ namespace lockstep::detail {
 class OutputWriter {
  public:
   void put(int sink, std::string_view bytes) {
-    if (sinks_[sink - 1].state == State::open) sinks_[sink - 1].waiting.append(bytes);
+    if (!sinks_[sink - 1].closed) sinks_[sink - 1].waiting.append(bytes);
   }
   [[nodiscard]] bool empty() const { return sinks_[0].waiting.empty() && sinks_[1].waiting.empty(); }
   [[nodiscard]] bool full(int sink) const { return sinks_[sink - 1].waiting.size() > (1u << 20); }
   /// Returns whether a reader has closed its sink. Output for that sink is dropped.
-  [[nodiscard]] bool broken() const {
-    return sinks_[0].state == State::unread || sinks_[1].state == State::unread;
-  }
+  [[nodiscard]] bool broken() const { return broken_; }
 
   void poll_for(std::vector<pollfd>& polled) const {
     for (int sink : {1, 2})
@@ -45,9 +43,9 @@ class OutputWriter {
   /// Writes as much as possible without blocking.
   void write_ready() {
     for (int sink : {1, 2}) {
-      auto& [waiting, state] = sinks_[sink - 1];
+      auto& [waiting, closed] = sinks_[sink - 1];
       std::size_t done = 0;
-      while (done < waiting.size() && state == State::open) {
+      while (done < waiting.size() && !closed) {
         pollfd room{sink, POLLOUT, 0};
         if (poll(&room, 1, 0) <= 0) break;
         // A ready pipe accepts this much without blocking (PIPE_BUF).
@@ -56,25 +54,25 @@ class OutputWriter {
         if (written > 0) {
           done += static_cast<std::size_t>(written);
         } else if (errno == EPIPE) {
-          state = State::unread;
+          closed = broken_ = true;
         } else if (errno != EINTR && errno != EAGAIN) {
-          state = State::failed;
+          closed = true;
           put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
                                   sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
         }
       }
-      waiting.erase(0, state == State::open ? done : waiting.size());
+      waiting.erase(0, closed ? waiting.size() : done);
     }
   }
 
  private:
-  enum class State { open, unread, failed };  // unread: the reader has closed it
   struct Sink {
     std::string waiting;
-    State state = State::open;
+    bool closed = false;
   };
 
   Sink sinks_[2];
+  bool broken_ = false;
 };
 
 /// Merges the output of several ranks line by line: a line of one rank comes out as one line, with the rank

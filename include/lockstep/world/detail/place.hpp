@@ -59,9 +59,8 @@ struct Place {
   Environment environment = {};
   int nproc = 1;
   Prefix prefix = Prefix::automatic;
-  std::string visible_devices = {};  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
-  std::optional<int> timeout = {};   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
-  std::optional<int> threads = {};   ///< of each rank
+  std::optional<int> timeout = {};  ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::optional<int> threads = {};  ///< of each rank
 };
 
 /// Returns what this process is, from the command line and the environment. A process that srun, mpirun or
@@ -69,7 +68,7 @@ struct Place {
 /// command line and environment contradict each other.
 inline Place resolve(int argc, const char* const* argv, const LaunchOptions& options,
                      const Variables& variables = process_variable) {
-  Place place{.prefix = options.prefix, .visible_devices = options.gpus};
+  Place place{.prefix = options.prefix};
   if (options.nproc < 0)
     throw UsageError(
         formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
@@ -169,7 +168,8 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   return place;
 }
 
-/// Returns the environment of each rank that a launching process starts. `secret` is its store's secret.
+/// Returns what the environment of each rank that a launching process starts adds to its own. `secret` is its
+/// store's secret.
 inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvous,
                                 const std::string& secret = {}) {
   const auto url = parse_rendezvous(rendezvous);
@@ -182,9 +182,6 @@ inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvou
                                   "TORCHELASTIC_USE_AGENT_STORE",
                                   "TORCHELASTIC_ERROR_FILE"};
   if (!secret.empty()) common.push_back(formatted("LOCKSTEP_STORE_SECRET={}", secret));
-  if (!place.visible_devices.empty())
-    common.push_back(formatted("CUDA_VISIBLE_DEVICES={}", place.visible_devices));
-  if (place.timeout) common.push_back(formatted("LOCKSTEP_TIMEOUT={}", *place.timeout));
   if (place.threads || !process_variable("OMP_NUM_THREADS"))
     common.push_back(
         formatted("OMP_NUM_THREADS={}", place.threads.value_or(std::max(1, usable_cores() / place.nproc))));

@@ -50,22 +50,13 @@ inline pid_t parent_of(pid_t process) {
   return parent;
 }
 
-/// Returns whether a process was started with this variable, std::nullopt if its environment is unreadable.
-inline std::optional<bool> started_with(pid_t process, std::string_view variable) {
-  const auto all = proc_file(process, "environ");
-  if (!all) return std::nullopt;
-  return ('\0' + *all).find('\0' + std::string(variable) + "=") != std::string::npos;
-}
-
 /// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
 /// process on this host, also if a script is between. 0 if it is unknown.
-inline pid_t launcher_process(std::string_view variable) {
-  pid_t process = getppid();
-  for (int generation = 0; generation < 32 && process > 0; ++generation) {
-    const auto set = started_with(process, variable);
-    if (!set) return 0;
-    if (!*set) return process;
-    process = parent_of(process);
+inline pid_t launcher_process(const std::string& variable) {
+  for (pid_t process = getppid(); process > 0; process = parent_of(process)) {
+    const auto environment = proc_file(process, "environ");
+    if (!environment) return 0;
+    if (('\0' + *environment).find('\0' + variable + "=") == std::string::npos) return process;
   }
   return 0;
 }
@@ -158,9 +149,7 @@ class LauncherScope {
   /// Returns the next pending signal, 0 if there is none.
   [[nodiscard]] int next_signal() const {
     unsigned char number = 0;
-    while (read(descriptor(), &number, 1) < 0 && errno == EINTR) {
-    }
-    return number;
+    return read(descriptor(), &number, 1) == 1 ? number : 0;
   }
   [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
   /// Returns the initial signal mask for children.

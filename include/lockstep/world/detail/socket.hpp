@@ -115,7 +115,7 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 /// just started. Throws RendezvousError for a name that cannot be resolved. `origin`: what determines the
 /// name.
 inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
-                                                 const RendezvousOrigin& origin) {
+                                                 const std::string& origin) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
   const auto until = std::chrono::steady_clock::now() + lookup_timeout - last_retry_pause;
   // getaddrinfo has no timeout: it waits for each silent name server in turn.
@@ -128,12 +128,11 @@ inline std::vector<SocketAddress> resolve_master(const std::string& host, int po
   });
   if (status == 0) return addresses;
   throw RendezvousError(formatted(
-      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or {} its "
+      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or use its "
       "address",
-      host, origin.text.empty() ? "" : " (" + origin.text + ")", host_name(),
+      host, origin.empty() ? "" : " (" + origin + ")", host_name(),
       status == EAI_AGAIN ? formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
-                          : std::string(gai_strerror(status)),
-      origin.set_host));
+                          : std::string(gai_strerror(status))));
 }
 
 /// Returns whether an interface of this host has this address.
@@ -162,7 +161,7 @@ struct PortInUse : RendezvousError {
 /// loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. So does
 /// this host's own name if it cannot be resolved. Throws PortInUse, or another RendezvousError, which name
 /// the port, and RendezvousError for an unknown name.
-inline Listener listen_on(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
+inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
   Listener listener;
   std::vector<SocketAddress> addresses;
   try {
@@ -194,13 +193,12 @@ inline Listener listen_on(const std::string& host, int port, const RendezvousOri
       bind(fd, bound.get(), bound.length) != 0 || listen(fd, 1024) != 0) {
     if (errno == EADDRINUSE)
       throw PortInUse(
-          formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): {} a "
-                    "free one on every rank",
-                    port, port, origin.set_port));
-    throw RendezvousError(formatted(
-        "cannot listen on port {}: {}", port,
-        errno == EACCES ? formatted("permission denied: {} one above 1023 on every rank", origin.set_port)
-                        : std::string(std::strerror(errno))));
+          formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): use a "
+                    "free one on every rank (MASTER_PORT, or the URL of World::join)",
+                    port, port));
+    throw RendezvousError(
+        formatted("cannot listen on port {}: {}", port,
+                  errno == EACCES ? "permission denied: use one above 1023 on every rank" : std::strerror(errno)));
   }
   close_in_children(fd);
   getsockname(fd, bound.get(), &bound.length);
@@ -240,7 +238,7 @@ struct ConnectAttempt {
 /// for a name that cannot be resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until,
-                                  const RendezvousOrigin& origin = {}) {
+                                  const std::string& origin = {}) {
   const auto addresses = resolve_master(host, port, origin);
   until = std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
   ConnectAttempt attempt;

@@ -173,8 +173,7 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
     if (!all_here && listener.host_is_elsewhere)
       listener.doubt = formatted(
           "{} is no address of this host ({}): rank 0 must run on the host that it names",
-          endpoint.origin.text.empty() ? endpoint.host
-                                       : endpoint.origin.text.substr(0, endpoint.origin.text.find(", ")),
+          endpoint.origin.empty() ? endpoint.host : endpoint.origin.substr(0, endpoint.origin.find(", ")),
           host_name());
     else if (!all_here &&
              (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))

@@ -40,13 +40,13 @@ struct StoreEndpoint {
   std::string host = {};
   int port = 0;
   std::string secret = {};
-  RendezvousOrigin origin = {};
+  std::string origin = {};
   std::string remedy =
       "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
   [[nodiscard]] std::string text() const {
-    return formatted("{}:{}{}", host, port, origin.text.empty() ? std::string() : " (" + origin.text + ")");
+    return formatted("{}:{}{}", host, port, origin.empty() ? std::string() : " (" + origin + ")");
   }
 };
 
@@ -247,10 +247,10 @@ class StoreConnection {
         return text.substr(0, magic.size()) == magic.substr(0, text.size());
       };
       if (!begins_as(store_magic_of_any_version))
-        throw RendezvousError(
-            formatted("what listens at {} is not a store of lockstep: {} a free port of the master host, the "
-                      "same on every rank",
-                      endpoint.text(), endpoint.origin.set_port));
+        throw RendezvousError(formatted(
+            "what listens at {} is not a store of lockstep: use a free port of the master host, the "
+            "same on every rank",
+            endpoint.text()));
       if (!begins_as(store_magic))
         throw RendezvousError(
             formatted("the store at {} is of another version of lockstep: build all ranks with one", name_));

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <pthread.h>
-#include <semaphore.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -9,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -35,31 +33,18 @@ inline int exit_status(int code) {
   return code != 0 && (code & 0xff) == 0 ? 1 : code;
 }
 
-/// When `ending_signal` came, and what wakes the thread that publishes it.
-LOCKSTEP_PROCESS_WIDE inline std::atomic<std::int64_t> ending_since{0};  // monotonic_nanoseconds
-LOCKSTEP_PROCESS_WIDE inline sem_t signal_came;
-
 extern "C" inline void lockstep_note_ending_signal(int number) {
+  if (getpid() != ending_process) end_by_signal(number);  // forked without exec
+  // Only the first counts: signals often come twice, to a process and to its group, and the end is seconds away.
   int none = 0;
-  const bool forked = getpid() != ending_process;  // without exec
-  if (!forked && ending_signal.compare_exchange_strong(none, number)) {
-    ending_since = monotonic_nanoseconds();
-    sem_post(&signal_came);
-    return;
-  }
-  // The end is at most seconds away: only a user's second Ctrl-C shortens it. Signals often come twice, to a
-  // process and to its group.
-  if (!forked && (number != SIGINT || monotonic_nanoseconds() - ending_since < 500'000'000)) return;
-  end_by_signal(number);
+  if (ending_signal.compare_exchange_strong(none, number)) ending_signal.notify_one();
 }
 
-/// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it; a second
-/// SIGINT, half a second later, ends it at once. No-op for a signal that the program handles or ignores.
+/// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it.
+/// No-op for a signal that the program handles or ignores.
 inline void announce_signals() {
-  sem_init(&signal_came, 0, 0);
   std::thread([] {
-    while (sem_wait(&signal_came) != 0) {
-    }
+    ending_signal.wait(0);
     const int number = ending_signal;
     at_most(signal_limit, [number] {
       ending_rank.load()->publish(

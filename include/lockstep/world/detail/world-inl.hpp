@@ -61,7 +61,7 @@ inline Rendezvous join_rendezvous(const Environment& env, std::chrono::milliseco
   }
   if (!connection)
     connection = std::make_shared<StoreConnection>(endpoint, timeout, [&](const std::string& reason) {
-      const std::string& origin = env.rendezvous_origin.text;
+      const std::string& origin = env.rendezvous_origin;
       waiting(formatted("the store of rank 0 at {}{}: {}", env.rendezvous,
                         origin.empty() ? std::string() : " (" + origin + ")", reason));
     });
@@ -340,7 +340,7 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, co
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
-  environment.rendezvous_origin = {"the URL given to World::join", "give World::join", "give World::join"};
+  environment.rendezvous_origin = "the URL given to World::join";
   environment.store_secret = detail::read_store_secret();
   World world(environment);
   detail::process_rank = rank;
