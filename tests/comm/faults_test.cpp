@@ -295,13 +295,15 @@ TEST_CASE("ranks in different collectives are told so, long before the timeout")
   CHECK(said.failure.call.sequence == 4);
 }
 
-TEST_CASE("no program with a mistake in its collectives ends with exit code 0, and a right one does", "[.release]") {
+TEST_CASE("no program with a mistake in its collectives ends with exit code 0, and a right one does",
+          "[.release]") {
   for (unsigned seed = 0; seed < 60; seed += 4) {
     std::vector<std::unique_ptr<Process>> runs;
     std::vector<bool> wrong;
     for (unsigned one = seed; one < seed + 4; ++one) {
       std::mt19937 random(one);
-      const int size = 2 + static_cast<int>(one % 2), culprit = one % 6 == 0 ? -1 : static_cast<int>(one) % size;
+      const int size = 2 + static_cast<int>(one % 2);
+      const int culprit = one % 6 == 0 ? -1 : static_cast<int>(one) % size;
       const auto called = [&](std::vector<Step> steps) {  // as the program does
         for (Step& step : steps) {
           step.label = 0;

@@ -39,6 +39,7 @@ or leave this header out"
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
+#include "lockstep/comm/detail/nccl_environment.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/detail/format.hpp"

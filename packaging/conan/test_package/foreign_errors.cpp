@@ -33,7 +33,7 @@ std::string mode;
   const bool understood = mode == "sizes" ? other_sizes : !other_sizes && text.find(".cc:") != text.npos &&
                                                               found.text.find(".cc:") == text.npos &&
                                                               found.text.find('\n') == text.npos;
-  std::printf("%s: %s\n", understood ? "understood" : "NOT UNDERSTOOD", (understood ? found.text : text).c_str());
+  std::puts(((understood ? "understood: " : "NOT UNDERSTOOD: ") + (understood ? found.text : text)).c_str());
   std::fflush(stdout);
   _exit(understood ? 0 : 1);
 }

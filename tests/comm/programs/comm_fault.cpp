@@ -100,7 +100,8 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
 }
 
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
-  if (fault.starts_with("calls of ")) return run_calls(world, static_cast<unsigned>(std::stoul(fault.substr(9))), culprit);
+  if (fault.starts_with("calls of "))
+    return run_calls(world, static_cast<unsigned>(std::stoul(fault.substr(9))), culprit);
   if (fault.starts_with("stopped ")) return run_stopped(world, fault.substr(8), culprit);
   const bool mine = world.rank() == culprit;
   const auto timeout = fault == "never"  ? 1500ms

@@ -113,6 +113,7 @@ class Group {
       if (met && met->ended >= 0) {
         const auto known = plane_->await_failure(met->exit_code != 0 ? news_timeout : Milliseconds(0));
         if (!known || known->store_lost) {
+          if (known) notice();
           const auto code = met->exit_code < 0 ? "" : formatted(" with exit code {}", met->exit_code);
           std::rethrow_exception(
               peer_error(end_of(call, met->ended, met->exit_code, "has ended" + code), call));
@@ -250,6 +251,7 @@ class Group {
   /// Announces to the other ranks that this rank leaves gracefully. Later calls throw CommunicationError.
   void depart(const Call& call) {
     closed_ = true;
+    status_->leave();
     if (plane_ && !plane_->publish_departure(*status_, call.start + timeout_))
       throw timeout_error(call, silence(call, timeout_));
   }

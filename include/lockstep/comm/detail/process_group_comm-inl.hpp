@@ -79,7 +79,7 @@ void start_bundle(ProcessGroupWork& work, BackendGroup& group, const char* name,
   const int divisor = op == ReduceOp::avg && !group.averages() ? group.size() : 1;
   const bool done = divisor == 1 && bundle.in_place() && !bundle.received.defined();
   if (!wanted || done) return work.add(std::move(part));
-  const auto finish = [bundle = std::move(bundle), divisor, op] {
+  auto finish = [bundle = std::move(bundle), divisor, op] {
     const at::NoGradGuard no_grad;
     if (bundle.received.defined()) combine_rows(bundle.buffer, bundle.received, *op);
     if (divisor > 1) bundle.buffer.detach().div_(divisor);
@@ -88,7 +88,7 @@ void start_bundle(ProcessGroupWork& work, BackendGroup& group, const char* name,
   const bool finishes = group.at_completion(part, [finish](bool error) {
     if (!error) finish();
   });
-  if (!finishes) work.at_end(finish);
+  if (!finishes) work.at_end(std::move(finish));
   work.add(std::move(part));
 }
 

@@ -33,9 +33,6 @@
 
 namespace lockstep::detail {
 
-/// The operation of a rank that is not in the group, or has not entered a collective.
-inline constexpr const char* no_operation = "nothing";
-
 /// This process's side of the control plane: what it knows of the other ranks, and what it tells them.
 ///
 /// The server pushes events over the connection that the whole process uses. A thread takes them, reports this rank's
@@ -55,8 +52,8 @@ class ControlPlane {
     if (!plane) known = plane = std::make_shared<ControlPlane>(rank, connection, end);
     return plane;
   }
-  /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
-  /// ranks report within half a second.
+  /// Returns the text about ranks that have made different calls, empty if the store, of each run that this process is in,
+  /// finds none within 2.5 s: the other ranks report within half a second.
   LOCKSTEP_PROCESS_WIDE static std::string different_calls_of_process() {
     std::vector<std::shared_ptr<ControlPlane>> planes;
     {
@@ -184,7 +181,7 @@ class ControlPlane {
     // Called under the lock.
     const auto read = [&](int rank, const std::vector<RankPosition>& positions) {
       FailedCall& position = question.answers.positions[rank];
-      if (position.operation.empty()) position.operation = no_operation;
+      if (position.operation.empty()) position.operation = "nothing";
       for (const auto& [name, there] : positions) {
         if (name == group.name) position = there;
         for (const auto& known : groups_)

@@ -69,9 +69,6 @@ struct Place {
 inline Place resolve(int argc, const char* const* argv, const LaunchOptions& options,
                      const Variables& variables = process_variable) {
   Place place{.prefix = options.prefix};
-  if (options.nproc < 0)
-    throw UsageError(
-        formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
   const CommandLine line = parse_command_line(argc, argv, options);
   if (!line.without_value.empty())
     throw UsageError(formatted("{} needs a value after it", line.without_value));

@@ -196,9 +196,9 @@ inline Listener listen_on(const std::string& host, int port, const std::string& 
           formatted("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): use a "
                     "free one on every rank (MASTER_PORT, or the URL of World::join)",
                     port, port));
-    throw RendezvousError(
-        formatted("cannot listen on port {}: {}", port,
-                  errno == EACCES ? "permission denied: use one above 1023 on every rank" : std::strerror(errno)));
+    const char* why =
+        errno == EACCES ? "permission denied: use one above 1023 on every rank" : std::strerror(errno);
+    throw RendezvousError(formatted("cannot listen on port {}: {}", port, why));
   }
   close_in_children(fd);
   getsockname(fd, bound.get(), &bound.length);

@@ -85,10 +85,6 @@ class StoreClient : public ClonableStore {
     return decoded<std::int64_t>(request(StoreOperation::add, timeout_, key, value));
   }
 
-  void append(const std::string& key, const std::vector<std::uint8_t>& value) override {
-    request(StoreOperation::append, timeout_, key, view(value));
-  }
-
   bool deleteKey(const std::string& key) override {
     return decoded<bool>(request(StoreOperation::erase, timeout_, key));
   }

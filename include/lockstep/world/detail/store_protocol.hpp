@@ -67,7 +67,6 @@ enum class StoreOperation : std::uint8_t {
   add,          ///< key, integer -> sum
   compare_set,  ///< key, expected, desired -> value
   erase,        ///< key -> whether it existed
-  append,       ///< key, value -> nothing
   cancel,       ///< id of a request; no reply
   // About the run, see RunState:
   join,       ///< rank, size, RankIdentity, whether it stays -> JoinAnswer

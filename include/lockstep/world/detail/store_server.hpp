@@ -289,12 +289,6 @@ class StoreServer {
         if (!erased.empty()) bytes_ -= entry_bytes(key, erased.mapped());
         return reply(connection, id, encoded(!erased.empty()));
       }
-      case StoreOperation::append: {
-        if (!read(key, desired)) return drop(connection);
-        const auto found = values_.find(key);
-        const std::string before = found == values_.end() ? std::string() : found->second;
-        return change(connection, id, key, before + std::string(desired), "");
-      }
       case StoreOperation::cancel: {
         const auto cancelled = reader.integer();
         if (!reader.whole()) return drop(connection);

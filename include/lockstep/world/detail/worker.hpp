@@ -28,11 +28,6 @@
 
 namespace lockstep::detail {
 
-/// Returns `code` as an exit code that is 0 only if `code` is: the kernel keeps only the low eight bits.
-inline int exit_status(int code) {
-  return code != 0 && (code & 0xff) == 0 ? 1 : code;
-}
-
 extern "C" inline void lockstep_note_ending_signal(int number) {
   if (getpid() != ending_process) end_by_signal(number);  // forked without exec
   // Only the first counts: signals often come twice, to a process and to its group, and the end is seconds away.
@@ -71,6 +66,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
   ending_rank = &rank;
   static std::once_flag once;
   std::call_once(once, [] {
+    ending_process = getpid();  // it may be a child of one that has set up end_on_uncaught()
     on_exit(
         [](int code, void*) {
           if (getpid() != ending_process) return;  // a forked child exits
