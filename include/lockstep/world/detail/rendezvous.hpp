@@ -1,17 +1,22 @@
 #pragma once
 
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
@@ -24,6 +29,7 @@
 #include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
 /// How the ranks of a run come together over a connection to its store, and how the last ones leave.
@@ -50,6 +56,53 @@ inline std::vector<RankIdentity> identities(StoreConnection& connection) {
   for (const KnownRank& one : RunClient(connection, request_timeout).members())
     all.push_back(one.identity.value_or(RankIdentity{}));
   return all;
+}
+
+/// Returns an unguessable secret. Throws Error if getrandom fails.
+inline std::string random_secret() {
+  unsigned char bytes[16];
+  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+    throw Error(formatted("cannot make a secret for the store: {}", std::strerror(errno)));
+  std::string text;
+  for (const unsigned char byte : bytes) text += formatted("{:02x}", byte);
+  return text;
+}
+
+/// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
+inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
+                                                   std::chrono::milliseconds timeout) {
+  const StoreEndpoint own{listener.address, listener.port, secret};
+  auto server = std::make_shared<StoreServer>(std::move(listener), secret);
+  auto connection = std::make_shared<StoreConnection>(own, timeout);
+  connection->keep(std::move(server));
+  return connection;
+}
+
+/// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
+/// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
+/// listen_on.
+inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint, bool all_here) {
+  try {
+    auto listener = listen_on(endpoint.host, endpoint.port, endpoint.origin);
+    if (!all_here && listener.host_is_elsewhere)
+      listener.doubt = formatted(
+          "{} is no address of this host ({}): rank 0 must run on the host that it names",
+          endpoint.origin.empty() ? endpoint.host : endpoint.origin.substr(0, endpoint.origin.find(", ")),
+          host_name());
+    else if (!all_here &&
+             (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))
+      listener.doubt =
+          formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
+                    host_name(), endpoint.host);
+    return listener;
+  } catch (const PortInUse&) {
+    try {
+      const StoreConnection other(endpoint, last_request_timeout);
+      return std::nullopt;
+    } catch (const RendezvousError&) {  // no store of this run
+    }
+    throw;
+  }
 }
 
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank. `late` is the rank that all the others

@@ -1,14 +1,9 @@
 #pragma once
 
-#include <sys/random.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <memory>
-#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -25,10 +20,10 @@
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
-#include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -137,53 +132,6 @@ auto at_store(const std::string& doing, Work&& work) {
     throw RendezvousError(formatted("{}: {}", doing, printable(error.what_without_backtrace())));
   } catch (const StoreError& error) {
     throw RendezvousError(formatted("{}: {}", doing, printable(error.what())));
-  }
-}
-
-/// Returns an unguessable secret. Throws Error if getrandom fails.
-inline std::string random_secret() {
-  unsigned char bytes[16];
-  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
-    throw Error(formatted("cannot make a secret for the store: {}", std::strerror(errno)));
-  std::string text;
-  for (const unsigned char byte : bytes) text += formatted("{:02x}", byte);
-  return text;
-}
-
-/// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
-inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
-                                                   std::chrono::milliseconds timeout) {
-  const StoreEndpoint own{listener.address, listener.port, secret};
-  auto server = std::make_shared<StoreServer>(std::move(listener), secret);
-  auto connection = std::make_shared<StoreConnection>(own, timeout);
-  connection->keep(std::move(server));
-  return connection;
-}
-
-/// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
-/// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
-/// listen_on.
-inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint, bool all_here) {
-  try {
-    auto listener = listen_on(endpoint.host, endpoint.port, endpoint.origin);
-    if (!all_here && listener.host_is_elsewhere)
-      listener.doubt = formatted(
-          "{} is no address of this host ({}): rank 0 must run on the host that it names",
-          endpoint.origin.empty() ? endpoint.host : endpoint.origin.substr(0, endpoint.origin.find(", ")),
-          host_name());
-    else if (!all_here &&
-             (names_loopback(endpoint.host) || endpoint.host == "0.0.0.0" || endpoint.host == "::"))
-      listener.doubt =
-          formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
-                    host_name(), endpoint.host);
-    return listener;
-  } catch (const PortInUse&) {
-    try {
-      const StoreConnection other(endpoint, last_request_timeout);
-      return std::nullopt;
-    } catch (const RendezvousError&) {  // no store of this run
-    }
-    throw;
   }
 }
 
