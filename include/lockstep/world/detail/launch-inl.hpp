@@ -154,8 +154,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     auto arguments = program_arguments(argc, argv, options);
     const pid_t owner = getpid();
     try {
-      code = fn(world, static_cast<int>(arguments.size() - 1), arguments.data());
-      if (code != 0 && (code & 0xff) == 0) code = 1;  // the kernel keeps only the low eight bits
+      code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
       if (getpid() != owner) std::exit(code);  // a forked child: its main thread runs in the parent alone
     } catch (const Stopped& stop) {            // on every rank; any other exception still finds no handler
       world.log.warning("{}", stop.what());

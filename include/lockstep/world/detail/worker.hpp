@@ -28,6 +28,11 @@
 
 namespace lockstep::detail {
 
+/// Returns `code` as an exit code that is 0 only if `code` is: the kernel keeps only the low eight bits.
+inline int exit_status(int code) {
+  return code != 0 && (code & 0xff) == 0 ? 1 : code;
+}
+
 extern "C" inline void lockstep_note_ending_signal(int number) {
   if (getpid() != ending_process) end_by_signal(number);  // forked without exec
   // Only the first counts: signals often come twice, to a process and to its group, and the end is seconds away.
