@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,7 +19,8 @@ namespace lockstep {
 /// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm : public ProcessGroupComm {
  public:
-  /// Performs the rendezvous. Collective. Blocks. Throws TimeoutError that names the missing ranks.
+  /// Performs the rendezvous. Collective. Blocks. Throws TimeoutError that names the missing ranks, and MismatchError if
+  /// some ranks compute on CPUs and others do not.
   explicit GlooComm(const World& world, GlooOptions options = {});
 
   /// See ProcessGroupComm::new_group.
@@ -34,7 +36,7 @@ class GlooComm : public ProcessGroupComm {
   explicit GlooComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
 };
 
-static_assert(PointToPoint<GlooComm> && Splittable<GlooComm>);
+static_assert(PointToPoint<GlooComm> && Splittable<GlooComm> && !std::is_copy_assignable_v<GlooComm>);
 
 }  // namespace lockstep
 

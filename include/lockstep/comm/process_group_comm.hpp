@@ -107,9 +107,10 @@ class ProcessGroupComm {
                    ProcessGroupOptions options = {});
 
   ProcessGroupComm(ProcessGroupComm&&) noexcept = default;
-  ProcessGroupComm& operator=(ProcessGroupComm other) noexcept {
-    std::swap(group_, other.group_);
-    std::swap(exceptions_, other.exceptions_);
+  ProcessGroupComm& operator=(ProcessGroupComm&& other) noexcept {
+    ProcessGroupComm taken(std::move(other));  // leaves the group that this one had
+    std::swap(group_, taken.group_);
+    std::swap(exceptions_, taken.exceptions_);
     return *this;
   }
   ~ProcessGroupComm() { leave(); }

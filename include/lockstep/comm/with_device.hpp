@@ -6,6 +6,10 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
@@ -22,8 +26,26 @@ namespace detail {
 /// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
 /// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
 /// choice is a GPU and this rank has none. Logs a warning if CUDA sees none of the GPUs of this host.
-DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
-                         std::optional<DeviceKind> wanted, const Variables& variables = process_variable);
+inline DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
+                                std::optional<DeviceKind> wanted,
+                                const Variables& variables = process_variable) {
+  if (const auto text = variables("LOCKSTEP_DEVICE"); text && !wanted && *text != "auto") {
+    if (*text != "cpu" && *text != "gpu")
+      throw UsageError(formatted("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
+    wanted = *text == "gpu" ? DeviceKind::gpu : DeviceKind::cpu;
+  }
+  if (!wanted && visible == 0 && visible_gpus() > 0)
+    Log(rank.rank).warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs",
+                           visible_gpus());
+  if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) return DeviceKind::cpu;
+  if (!visible)
+    throw UsageError(
+        formatted("rank {} is to compute on a GPU, but this program was built without CUDA: link "
+                  "lockstep::cuda, or compute on CPUs",
+                  rank.rank));
+  gpu_of_rank(rank, *visible, std::nullopt, variables);
+  return DeviceKind::gpu;
+}
 
 }  // namespace detail
 
@@ -62,7 +84,3 @@ decltype(auto) with_device(const World& world, Program&& program,
 }
 
 }  // namespace lockstep
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/comm/detail/with_device-inl.hpp"
-#endif

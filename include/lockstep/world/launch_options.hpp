@@ -19,7 +19,7 @@ struct LaunchOptions {
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 1 without GPUs.
   int nproc = 0;
   bool nproc_flag = true;
-  /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:
+  /// The GPUs to use, by the driver's indices, such as "0,1"; sets CUDA_VISIBLE_DEVICES of this process and of its ranks. Empty:
   /// keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
   /// The prefix of the lines that the ranks print.

@@ -211,7 +211,10 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     static_cast<void>(comm.all_gather_bytes(std::string(100000, 'x')));
     if (mine) throw std::runtime_error("boom");
     static_cast<void>(comm.all_gather_bytes("y"));
-  } else if (fault == "differ") {
+  } else if (fault == "differ and leave" && mine) {
+    auto first = comm.broadcast(tensor, 2), second = comm.broadcast(tensor, 2);
+    comm.shutdown();
+  } else if (fault.starts_with("differ")) {
     if (!mine) comm.all_reduce(tensor).synchronize();
     comm.barrier();
   }

@@ -365,7 +365,13 @@ class BackendGroup final : public Group {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
-    of_backend(call, [&] { connecting.rethrow(); });
+    try {
+      connecting.rethrow();
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      throw_transport_error(call, std::current_exception());
+    }
     return std::move(*made);
   }
 
@@ -426,8 +432,6 @@ class BackendGroup final : public Group {
   template <class Ask>
   auto of_backend(const Call& call, const Ask& ask) -> decltype(ask()) try {
     return ask();
-  } catch (const Error&) {
-    throw;
   } catch (...) {
     throw_transport_error(call, std::current_exception());
   }

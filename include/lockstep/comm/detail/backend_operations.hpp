@@ -257,6 +257,7 @@ inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const 
   if (group.size() == 1) return bytes;
   const at::Tensor own = own_header(group, call, bytes.size()), row = own.clone();
   broadcast_row(group, call, row, root);
+  if (group.rank() == root) return broadcast_pieces(group, call, bytes, std::ssize(bytes), root);
   const auto headers = one_call(group, call, at::stack({row, own}),
                                 {group.ranks()[static_cast<std::size_t>(root)], group.world().rank()});
   return broadcast_pieces(group, call, bytes, headers[0].length, root);

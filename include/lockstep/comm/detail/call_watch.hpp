@@ -30,7 +30,7 @@ namespace lockstep::detail {
 /// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
 inline std::string lateness(const Call& call, const std::map<int, FailedCall>& positions,
                             const std::vector<int>& ranks, int own_rank, const std::string& waited,
-                            const std::map<int, Elsewhere>& elsewhere = {}) {
+                            const std::map<int, RankPosition>& elsewhere = {}) {
   const auto last = [](const FailedCall& position) {
     return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
   };

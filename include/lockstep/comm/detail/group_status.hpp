@@ -136,26 +136,26 @@ class GroupStatus : public ReportedGroup {
     return calls;
   }
   /// Of the last collective, and of the last multiple of each power of 2 from mark_interval on, one of which all ranks
-  /// report whatever their pace is. Where no collective has come since the last report, once of the last mark_interval:
+  /// report whatever their pace is. Where no collective has come since the last report, or will, once of the last mark_interval:
   /// ranks that wait for each other after numbers of collectives that differ by less share one of these.
   std::optional<CallMarks> new_marks() override {
     const std::lock_guard lock(mutex_);
     if (reported_ == sequence_ && waits_) return std::nullopt;
     CallMarks all{name, ranks.size(), {{sequence_, hash_}}};
-    waits_ = reported_ == sequence_ || left_;
-    if (std::exchange(reported_, sequence_) != sequence_) {
+    const bool news = std::exchange(reported_, sequence_) != sequence_;
+    waits_ = !news || left_;
+    if (news)
       for (const auto& [sequence, hash] : marks_)
         if (sequence > 0) all.marks.push_back({sequence, hash});
-    } else {
+    if (waits_)
       for (std::uint64_t back = 1; back < std::min(sequence_, mark_interval); ++back)
         all.marks.push_back({sequence_ - back, last_[(sequence_ - back) % most_kept].hash});
-    }
     return all;
   }
-  /// No collective follows, and no report after the next: the store forgets the group once all ranks have left.
+  /// No collective follows. The next report is the last: the store forgets the group once all ranks have left.
   void leave() {
     const std::lock_guard lock(mutex_);
-    left_ = waits_ = true;
+    left_ = true;
   }
 
  private:

@@ -52,8 +52,8 @@ class ControlPlane {
     if (!plane) known = plane = std::make_shared<ControlPlane>(rank, connection, end);
     return plane;
   }
-  /// Returns the text about ranks that have made different calls, empty if the store, of each run that this process is in,
-  /// finds none within 2.5 s: the other ranks report within half a second.
+  /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
+  /// ranks report within half a second.
   LOCKSTEP_PROCESS_WIDE static std::string different_calls_of_process() {
     std::vector<std::shared_ptr<ControlPlane>> planes;
     {
@@ -61,8 +61,9 @@ class ControlPlane {
       for (const auto& [connection, plane] : registry().second)
         if (auto known = plane.lock()) planes.push_back(std::move(known));
     }
-    for (const auto& plane : planes)
-      if (const auto failure = plane->await_mismatch()) return failure->message;
+    for (const auto& plane : planes) plane->report();
+    for (const auto end = Clock::now() + mismatch_timeout; const auto& plane : planes)
+      if (const auto failure = plane->await_mismatch(end)) return failure->message;
     return {};
   }
 
@@ -186,7 +187,7 @@ class ControlPlane {
         if (name == group.name) position = there;
         for (const auto& known : groups_)
           if (name != group.name && known->name == name && there.sequence > known->position().sequence)
-            question.answers.elsewhere.try_emplace(rank, Elsewhere{name, there});
+            question.answers.elsewhere.try_emplace(rank, RankPosition{name, there});
       }
     };
     report();
@@ -222,9 +223,9 @@ class ControlPlane {
   } catch (const std::exception&) {  // no memory
   }
   /// Returns the failure of ranks that have made different calls once the store has found it, within 2.5 s.
-  std::optional<Failure> await_mismatch() {
+  std::optional<Failure> await_mismatch(Clock::time_point until = Clock::now() + mismatch_timeout) {
     report();
-    const auto failure = await_failure(mismatch_timeout);
+    const auto failure = await_failure(std::chrono::ceil<Milliseconds>(until - Clock::now()));
     return failure && failure->kind == FailureKind::mismatch ? failure : std::nullopt;
   }
 

@@ -144,16 +144,13 @@ struct RankView {
   }
 };
 
-/// A collective of another group that a rank has entered, and the asking rank, which is in that group, has not.
-using Elsewhere = RankPosition;
-
 /// What the other ranks of a group have reported since they were asked for it; ranks are global.
 struct Answers {
   bool store_answers = false;             // the store has answered since the question was asked
   bool store_left = false;                // the store's host has left gracefully; the store may be gone
   bool conclusive = false;                // a rank that has not answered had enough time to
   std::map<int, FailedCall> positions{};  // last collectives; without the ranks that have not answered
-  std::map<int, Elsewhere> elsewhere{};
+  std::map<int, RankPosition> elsewhere{};  // of another group, where the asking rank is behind
   std::set<int> lost{};              // whose connection to the store has ended
   std::map<int, FailedCall> left{};  // last collectives of those that have left the group
   std::map<int, int> exit_codes{};   // of those that have ended

@@ -119,8 +119,8 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     }
   };
   const int code = Supervisor(std::move(supervised)).run();
-  if (hosting && !alone) outlive_ranks(*store, env.size, code == 0);
-  return code == 0 && hosting ? code_of_mismatch(*store) : code;
+  const int found = hosting ? outlive_ranks(*store, alone ? 0 : env.size, code == 0) : 0;
+  return code == 0 ? found : code;
 }
 
 LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
@@ -153,16 +153,19 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     }
     auto arguments = program_arguments(argc, argv, options);
     const pid_t owner = getpid();
+    bool stopped = false;
     try {
       code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
       if (getpid() != owner) std::exit(code);  // a forked child: its main thread runs in the parent alone
     } catch (const Stopped& stop) {            // on every rank; any other exception still finds no handler
       world.log.warning("{}", stop.what());
       code = stopped_exit_code;
+      stopped = true;
     }
     flush_stdout();
     try {
-      state_of(world).end(code == stopped_exit_code ? 0 : code, true);
+      const int ended = state_of(world).end(stopped ? 0 : code, true);
+      if (!stopped) code = ended;
     } catch (const std::exception&) {  // the store has ended, and the other ranks with it
     }
   });

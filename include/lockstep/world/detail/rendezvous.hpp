@@ -202,26 +202,23 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
   }
 }
 
-/// Returns the exit code of a run whose ranks have all ended well: not 0, after an error line, if their calls differ.
-inline int code_of_mismatch(StoreConnection& connection) try {
-  const auto found = RunClient(connection, last_request_timeout).summary().failure;
-  if (!found || found->kind != FailureKind::mismatch) return 0;
-  std::fprintf(stderr, "error: %s\n", found->message.c_str());
-  return found->code;
-} catch (const StoreError&) {
-  return 0;
-}
-
-/// Keeps the process that hosts the store alive until all ranks have ended: 5 minutes at most, or 2 s if a rank of
-/// this host has failed. Other ranks may still read a failure.
-inline void outlive_ranks(StoreConnection& connection, int size, bool well) try {
-  const auto deadline = std::chrono::steady_clock::now() + (well ? host_grace : last_request_timeout);
+/// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
+/// host has failed. Other ranks may still read a failure. Returns the exit code of a run that has ended `well`: not 0, after
+/// an error line, if the ranks' calls differ.
+inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
   for (;; std::this_thread::sleep_for(first_retry_pause)) {
     const RunSummary run = RunClient(connection, last_request_timeout).summary();
-    if (run.ended >= static_cast<std::size_t>(size) || std::chrono::steady_clock::now() >= deadline) return;
-    if (well && run.failure) return std::this_thread::sleep_for(reading_grace);
+    const bool over = run.ended >= static_cast<std::size_t>(size) || Clock::now() >= deadline;
+    if (!over && !(well && run.failure)) continue;
+    if (!over) std::this_thread::sleep_for(reading_grace);
+    if (!well || !run.failure || run.failure->kind != FailureKind::mismatch) return 0;
+    std::fprintf(stderr, "error: %s\n", run.failure->message.c_str());
+    return run.failure->code;
   }
 } catch (const StoreError&) {  // the store is unreadable: stop waiting
+  return 0;
 }
 
 /// Returns a text on demand; an empty one where nothing is to be said yet.

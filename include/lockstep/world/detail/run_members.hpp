@@ -65,7 +65,6 @@ class RunMembers {
 
   explicit RunMembers(Outbox& out) : out_(out) {}
   RunMembers(const RunMembers&) = delete;
-  RunMembers& operator=(const RunMembers&) = delete;
 
   /// Serves StoreOperation::join. Returns whether the rank is new, no value if the request is malformed.
   [[nodiscard]] std::optional<bool> join(const Asker& asker, FrameReader& in) {

@@ -117,7 +117,7 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
                                                  const std::string& origin) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
-  const auto until = std::chrono::steady_clock::now() + lookup_timeout - last_retry_pause;
+  const auto until = std::chrono::steady_clock::now() + lookup_timeout - 2 * last_retry_pause;
   // getaddrinfo has no timeout: it waits for each silent name server in turn.
   const auto [addresses, status] = at_most(lookup_timeout, Resolved{.status = EAI_AGAIN}, [=] {
     for (;; std::this_thread::sleep_for(last_retry_pause)) {

@@ -88,6 +88,10 @@ class StoreClient : public ClonableStore {
     return decoded<bool>(request(StoreOperation::check, timeout_, keys));
   }
 
+  // The base class takes a value that is there already, and is the same, for its own.
+  void append(const std::string&, const std::vector<std::uint8_t>&) override {
+    C10_THROW_ERROR(NotImplementedError, "the store appends nothing: use compareSet");
+  }
   std::int64_t getNumKeys() override { C10_THROW_ERROR(NotImplementedError, "the store counts no keys"); }
 
   void wait(const std::vector<std::string>& keys) override { wait(keys, timeout_); }

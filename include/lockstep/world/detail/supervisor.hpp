@@ -277,15 +277,15 @@ class Supervisor {
         raise(SIGSTOP);
         kill_all(SIGCONT);
       } else if (number == SIGUSR1 || number == SIGUSR2) {
-        choosing_until_ = std::max(choosing_until_, Clock::now() + options_.interrupt_grace);
+        noted_until_ = Clock::now() + options_.interrupt_grace;
         kill_all(number);
-      } else if (number == SIGHUP && interrupted_ == SIGHUP) {
+      } else if (number == SIGHUP && std::exchange(hung_up_, true)) {
         // A closing terminal sends two: one from the kernel and one from its shell.
       } else if (++interruptions_; interrupted_ == number || interruptions_ > 2) {
         order_end(SIGKILL);
       } else {
         interrupted_ = number;
-        choosing_until_ = limit_ == never ? Clock::now() + options_.interrupt_grace : never;
+        ending_until_ = limit_ == never ? Clock::now() + options_.interrupt_grace : never;
         kill_all(number);
         kill_all(SIGCONT);  // a stopped process would not see it
       }
@@ -347,7 +347,7 @@ class Supervisor {
   void take_end(const Child& child) {
     const int signal = WIFSIGNALED(child.status) ? WTERMSIG(child.status) : 0;
     const bool stopped = signal == 0 && WEXITSTATUS(child.status) == stopped_exit_code;
-    const bool asked = ending(), choosing = Clock::now() < choosing_until_ || stopped;
+    const bool asked = ending(), choosing = asked || Clock::now() < noted_until_ || stopped;
     if (asked || (choosing && child.status != 0)) count_end();
     auto failure = failure_by_status(child.rank, child.pid, child.status, child.ended_at);
     if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
@@ -364,10 +364,10 @@ class Supervisor {
   // A rank has ended, or must, as a signal asks for. The others have `interrupt_grace` from the first on.
   void count_end() {
     limit_ = std::min(limit_, Clock::now() + options_.interrupt_grace);
-    if (interrupted_ != 0) choosing_until_ = never;
+    if (interrupted_ != 0) ending_until_ = never;
   }
   // Returns whether the ranks are ending on request. False again if no rank has obeyed in time.
-  [[nodiscard]] bool ending() const { return interrupted_ != 0 && Clock::now() < choosing_until_; }
+  [[nodiscard]] bool ending() const { return Clock::now() < ending_until_; }
 
   void add(Failure failure) {
     if (failures_.empty()) failing_since_ = Clock::now();
@@ -472,7 +472,9 @@ class Supervisor {
   std::optional<Failure> failure_;      // the first
   int interrupted_ = 0;                 // the signal that asks the ranks to end
   int interruptions_ = 0;               // how many such signals have arrived
-  Clock::time_point choosing_until_{};  // until when a signal lets the ranks end as they choose
+  bool hung_up_ = false;                // a SIGHUP was among them
+  // Until when the end of a rank is expected, after a signal that asks for it and after one that leaves it to the rank.
+  Clock::time_point ending_until_{}, noted_until_{};
   Clock::time_point limit_ = never;     // when the ranks that still run have had their time to end
 };
 

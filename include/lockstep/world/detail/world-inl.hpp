@@ -273,9 +273,7 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
     RunClient(*connection(), last_request_timeout)
         .publish({.kind = Event::ended, .rank = known.rank, .failure = {.code = code}});
   if (code != 0 || !hosts_store()) return code;
-  if (!waits) return code_of_mismatch(*connection());
-  outlive_ranks(*connection(), known.size, true);
-  return code;
+  return outlive_ranks(*connection(), waits ? known.size : 0, true);
 }
 
 /// Throws unless the first rank on this host, `first`, whose world rank is `number` or -1, has finished the work that `key`
@@ -284,29 +282,37 @@ inline void await_first(WorldState& state, const std::string& first, int number,
                         std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + timeout;
-  for (bool ended = false, failed = false;;) {
-    const auto now = Clock::now();
-    if (now > end)
-      throw TimeoutError(
-          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
-                    std::chrono::duration<double>(timeout).count()));
+  for (bool ended = false;;) {
+    std::string result;
     try {
-      RunClient run(*state.connection(), std::clamp(end, now + Milliseconds(1), now + news_timeout));
+      try {
+        const auto now = Clock::now();
+        result = RunClient(*state.connection(), std::clamp(end, now + Milliseconds(1), now + news_timeout))
+                     .get(key);
+      } catch (const StoreLost&) {
+        throw;
+      } catch (const StoreError&) {  // not yet
+      }
+      if (result == "done") return;
+      RunClient run(*state.connection(), request_timeout);
       if (const auto failure = run.summary().failure)
         throw PeerError(consequence_of(*failure, state.environment.rank, {}));
-      if (failed) throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
-      ended = number >= 0 && run.members({number}).at(0).exit_code;
-      if (run.get(key) == "done") return;
-      failed = true;
+      if (ended && result.empty())
+        throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
+      ended = number >= 0 && run.members({number}).at(0).exit_code;  // it may have finished before
     } catch (const StoreLost&) {
       throw PeerError(formatted(
           "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
           "finished its local_zero_first",
           first));
-    } catch (const StoreError&) {  // not yet
-      if (ended)
-        throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
+    } catch (const StoreError&) {  // the next round says so
     }
+    if (!result.empty())
+      throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
+    if (Clock::now() > end)
+      throw TimeoutError(
+          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
+                    std::chrono::duration<double>(timeout).count()));
   }
 }
 
