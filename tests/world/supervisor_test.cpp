@@ -409,6 +409,7 @@ TEST_CASE("a terminal that closes hangs up twice and kills no rank") {
       REQUIRE(process.wait_for_output(fmt::format("users {} hangups 1 at {}\n", i, rank)));
   }
   process.signal(SIGTERM);
+  process.signal(SIGHUP);  // still none
   REQUIRE(process.wait(20s));
   CHECK(process.exit_code() == 0);
   CHECK(count(process.out(), "ended ") == 2);

@@ -124,8 +124,8 @@ template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::vector<std::string> agree(C& comm, Local&& local) {
   const detail::CallScope scope("agree");
   std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
-  if (const std::string text = detail::failures_text(outcomes, detail::RankNames(comm)); !text.empty())
-    throw detail::CollectiveError<E>(text, comm.size());
+  if (std::any_of(outcomes.begin(), outcomes.end(), [](const auto& one) { return one.starts_with('-'); }))
+    throw detail::CollectiveError<E>(detail::failures_text(outcomes, detail::RankNames(comm)), comm.size());
   for (std::string& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
 }
@@ -135,8 +135,8 @@ template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
-  if (const std::string text = detail::failures_text({outcome}, detail::RankNames(comm)); !text.empty())
-    throw detail::CollectiveError<E>(text, comm.size());
+  if (outcome.starts_with('-'))
+    throw detail::CollectiveError<E>(detail::failures_text({outcome}, detail::RankNames(comm)), comm.size());
   outcome.erase(0, 1);
   return outcome;
 }

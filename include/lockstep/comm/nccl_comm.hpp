@@ -147,7 +147,8 @@ class NcclComm : public ProcessGroupComm {
 
   /// Performs the rendezvous with the other ranks and connects NCCL on the GPU of this rank, which becomes
   /// the current device of the calling thread. Collective. Blocks. Throws UsageError if this rank has no GPU
-  /// or this program was compiled with another NCCL's header than LibTorch.
+  /// or this program was compiled with another NCCL's header than LibTorch, and MismatchError if some ranks compute on
+  /// CPUs and others do not.
   explicit NcclComm(const World& world, NcclOptions options = {})
       : NcclComm(detail::world_group("the constructor of NcclComm", world,
                                      detail::nccl_backend(world, options))) {}

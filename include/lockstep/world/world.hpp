@@ -101,7 +101,7 @@ class World {
   /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
   /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection.
   /// Rank 0 then writes one line about the run to stderr: the ranks, their hosts, the launcher, the rendezvous
-  /// and the threads. LOCKSTEP_LOG_LEVEL=warning hides it. The same timeout applies to each call on the store.
+  /// and the threads. LOCKSTEP_LOG_LEVEL=warning hides it. The same timeout applies to its calls; append throws.
   /// Throws RendezvousError that names missing ranks, ranks that disagree on the world size, two processes
   /// with one rank, or two ranks of a host with one local rank; PeerError if a rank fails meanwhile.
   /// Counterpart: torch.distributed.Store.

@@ -251,7 +251,7 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
 }
 
 /// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
-/// receives nothing, and compares its own.
+/// receives nothing.
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
   if (group.size() == 1) return bytes;

@@ -222,7 +222,7 @@ class ControlPlane {
     connection_->post(StoreOperation::report, positions, marks);
   } catch (const std::exception&) {  // no memory
   }
-  /// Returns the failure of ranks that have made different calls once the store has found it, within 2.5 s.
+  /// Returns the failure of ranks that have made different calls if the store finds it by `until`.
   std::optional<Failure> await_mismatch(Clock::time_point until = Clock::now() + mismatch_timeout) {
     report();
     const auto failure = await_failure(std::chrono::ceil<Milliseconds>(until - Clock::now()));

@@ -273,7 +273,7 @@ inline void join_launched(const Variables& variables, const LauncherVariables& n
   } else if (one_host) {
     job = variables("PMIX_NAMESPACE");
     if (!job) job = variables("OMPI_MCA_ess_base_jobid");
-    // Not the parent, which may be a script of this rank alone.
+    // The parent, which may be a script of this rank alone, only if the launcher is unknown.
     if (const pid_t launcher = job ? 0 : launcher_process(names.rank); !job)
       job = std::to_string(launcher > 0 ? launcher : getppid());
     host = loopback_address();

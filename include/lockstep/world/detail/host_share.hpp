@@ -1,16 +1,13 @@
 #pragma once
 
 #include <stdlib.h>
-#include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstddef>
 #include <filesystem>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <system_error>
 
 #include "lockstep/detail/format.hpp"

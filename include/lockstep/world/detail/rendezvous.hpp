@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -214,7 +215,8 @@ inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
     if (!over && !(well && run.failure)) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
     if (!well || !run.failure || run.failure->kind != FailureKind::mismatch) return 0;
-    std::fprintf(stderr, "error: %s\n", run.failure->message.c_str());
+    static std::atomic_flag told;  // the process's exit may ask once more
+    if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", run.failure->message.c_str());
     return run.failure->code;
   }
 } catch (const StoreError&) {  // the store is unreadable: stop waiting

@@ -294,17 +294,19 @@ inline void await_first(WorldState& state, const std::string& first, int number,
       } catch (const StoreError&) {  // not yet
       }
       if (result == "done") return;
-      RunClient run(*state.connection(), request_timeout);
+      const auto asked = Clock::now();
+      RunClient run(*state.connection(), std::clamp(end, asked + news_timeout, asked + request_timeout));
       if (const auto failure = run.summary().failure)
         throw PeerError(consequence_of(*failure, state.environment.rank, {}));
       if (ended && result.empty())
         throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
       ended = number >= 0 && run.members({number}).at(0).exit_code;  // it may have finished before
     } catch (const StoreLost&) {
-      throw PeerError(formatted(
-          "the store is gone, and with it the process that hosts it, before {}, the first on this host, has "
-          "finished its local_zero_first",
-          first));
+      if (result.empty())
+        throw PeerError(formatted(
+            "the store is gone, and with it the process that hosts it, before {}, the first on this host, "
+            "has finished its local_zero_first",
+            first));
     } catch (const StoreError&) {  // the next round says so
     }
     if (!result.empty())
