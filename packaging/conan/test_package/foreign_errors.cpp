@@ -30,9 +30,10 @@ std::string mode;
   const auto found = lockstep::detail::classify(text);
   const bool other_sizes = found.kind == lockstep::detail::ForeignError::other_sizes;
   // What is left of another text is its sentence, without a place in Gloo's source.
-  const bool understood = mode == "sizes" ? other_sizes : !other_sizes && text.find(".cc:") != text.npos &&
-                                                              found.text.find(".cc:") == text.npos &&
-                                                              found.text.find('\n') == text.npos;
+  const bool understood = mode == "sizes" ? other_sizes
+                                          : !other_sizes && text.find(".cc:") != text.npos &&
+                                                found.text.find(".cc:") == text.npos &&
+                                                found.text.find('\n') == text.npos;
   std::puts(((understood ? "understood: " : "NOT UNDERSTOOD: ") + (understood ? found.text : text)).c_str());
   std::fflush(stdout);
   _exit(understood ? 0 : 1);

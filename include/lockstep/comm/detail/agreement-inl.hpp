@@ -36,8 +36,8 @@ LOCKSTEP_INLINE bool every_rank_throws(const World& world, const std::vector<int
   const std::string name = "throws " + std::to_string(hash_of(joined(ranks, " "), 0));
   const bool all = static_cast<int>(ranks.size()) == world.size();
   return RunClient(*state_of(world).connection(), throw_together)
-             .meet(name, all ? std::vector<int>() : ranks, false)
-             .met();
+      .meet(name, all ? std::vector<int>() : ranks, false)
+      .met();
 } catch (...) {  // a rank does not throw; or the store is gone, and the abort reports the failure
   return false;
 }

@@ -175,7 +175,7 @@ class GroupStatus : public ReportedGroup {
   mutable std::mutex mutex_;
   std::uint64_t sequence_ = 0, hash_ = 0, reported_ = ~std::uint64_t{0};
   bool waits_ = false, left_ = false;  // no collective had come since the last report, or will come
-  std::vector<Entry> last_;  // by number, modulo its size; empty before the first collective
+  std::vector<Entry> last_;            // by number, modulo its size; empty before the first collective
   std::array<std::pair<std::uint64_t, std::uint64_t>, 40> marks_{};  // by power of 2
 };
 

@@ -61,7 +61,6 @@ class ControlPlane {
       for (const auto& [connection, plane] : registry().second)
         if (auto known = plane.lock()) planes.push_back(std::move(known));
     }
-    for (const auto& plane : planes) plane->report();
     for (const auto end = Clock::now() + mismatch_timeout; const auto& plane : planes)
       if (const auto failure = plane->await_mismatch(end)) return failure->message;
     return {};

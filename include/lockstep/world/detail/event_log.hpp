@@ -146,14 +146,14 @@ struct RankView {
 
 /// What the other ranks of a group have reported since they were asked for it; ranks are global.
 struct Answers {
-  bool store_answers = false;             // the store has answered since the question was asked
-  bool store_left = false;                // the store's host has left gracefully; the store may be gone
-  bool conclusive = false;                // a rank that has not answered had enough time to
-  std::map<int, FailedCall> positions{};  // last collectives; without the ranks that have not answered
+  bool store_answers = false;               // the store has answered since the question was asked
+  bool store_left = false;                  // the store's host has left gracefully; the store may be gone
+  bool conclusive = false;                  // a rank that has not answered had enough time to
+  std::map<int, FailedCall> positions{};    // last collectives; without the ranks that have not answered
   std::map<int, RankPosition> elsewhere{};  // of another group, where the asking rank is behind
-  std::set<int> lost{};              // whose connection to the store has ended
-  std::map<int, FailedCall> left{};  // last collectives of those that have left the group
-  std::map<int, int> exit_codes{};   // of those that have ended
+  std::set<int> lost{};                     // whose connection to the store has ended
+  std::map<int, FailedCall> left{};         // last collectives of those that have left the group
+  std::map<int, int> exit_codes{};          // of those that have ended
 };
 
 /// The reports of ranks since one of them was first asked for. It is over once every rank has reported, or after `timeout`;

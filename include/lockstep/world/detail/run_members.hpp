@@ -229,11 +229,12 @@ class RunMembers {
   }
   // Replies to all who wait.
   void tell(Gathering& gathering, const Meeting& found) {
+    const std::string state = encoded(found);
     for (auto& [rank, connections] : gathering.here)
       for (auto& [connection, ids] : connections)
-        for (const auto id : std::exchange(ids, {})) out_.reply({connection, id}, encoded(found));
+        for (const auto id : std::exchange(ids, {})) out_.reply({connection, id}, state);
     if (&gathering == &all_)
-      for (const Asker& visitor : std::exchange(visitors_, {})) out_.reply(visitor, encoded(found));
+      for (const Asker& visitor : std::exchange(visitors_, {})) out_.reply(visitor, state);
     if (!gathering.lasts) gathering.here.clear();
   }
   // All ranks have joined.

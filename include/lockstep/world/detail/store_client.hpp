@@ -25,7 +25,6 @@
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 

@@ -467,15 +467,15 @@ class Supervisor {
   OutputWriter output_;
   LineRelay relay_;
   std::vector<Child> children_;
-  std::vector<Failure> failures_;       // until the first of them is decided
-  Clock::time_point failing_since_;     // when the first of `failures_` was seen
-  std::optional<Failure> failure_;      // the first
-  int interrupted_ = 0;                 // the signal that asks the ranks to end
-  int interruptions_ = 0;               // how many such signals have arrived
-  bool hung_up_ = false;                // a SIGHUP was among them
+  std::vector<Failure> failures_;    // until the first of them is decided
+  Clock::time_point failing_since_;  // when the first of `failures_` was seen
+  std::optional<Failure> failure_;   // the first
+  int interrupted_ = 0;              // the signal that asks the ranks to end
+  int interruptions_ = 0;            // how many such signals have arrived
+  bool hung_up_ = false;             // a SIGHUP was among them
   // Until when the end of a rank is expected, after a signal that asks for it and after one that leaves it to the rank.
   Clock::time_point ending_until_{}, noted_until_{};
-  Clock::time_point limit_ = never;     // when the ranks that still run have had their time to end
+  Clock::time_point limit_ = never;  // when the ranks that still run have had their time to end
 };
 
 }  // namespace lockstep::detail
