@@ -139,7 +139,7 @@ TEST_CASE("a backward that fails throws on its rank, and on every rank one backw
   ddp.backward(loss());  // every rank goes on
 }
 
-TEST_CASE("a captured step reduces as DistributedDataParallel does", "[gpu]") {
+TEST_CASE("a captured step reduces as DistributedDataParallel does", "[gpu][capture]") {
   lockstep::NcclComm comm(test_world());
   const auto optimizer_of = [&](TinyNet& net) {
     return lockstep::SGD(net->parameters(), {.momentum = 0.9,

@@ -167,7 +167,7 @@ TEST_CASE("CUDA's kernels of batch norm give what the CPU's give", "[gpu]") {
   }
 }
 
-TEST_CASE("a captured step makes the parameters of the plain one on the GPU", "[gpu]") {
+TEST_CASE("a captured step makes the parameters of the plain one on the GPU", "[gpu][capture]") {
   lockstep::LocalComm comm(alone());
   const auto check = [&]<class Precision>(Precision precision, Precision other) {
     const auto optimizer_of = [](TinyNet& net) {
