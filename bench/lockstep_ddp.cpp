@@ -1,26 +1,28 @@
-// The training that is measured, in lockstep.
+// The training that is measured, in lockstep: over CpuComm, over GlooComm, or two loops that do not talk.
 #include "common.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 namespace {
 
-template <class Model>
+template <class Model, class Comm>
 struct Training {
-  Training(Model given, lockstep::GlooComm& comm, double rate, const lockstep::DdpOptions& options = {})
+  Training(Model given, Comm& comm, double rate, const lockstep::DdpOptions& options = {})
       : model(given), ddp(model, comm, options), optimizer(ddp.parameters(), rate) {}
 
   Model model;
-  lockstep::DistributedDataParallel<Model, lockstep::GlooComm> ddp;
+  lockstep::DistributedDataParallel<Model, Comm> ddp;
   torch::optim::SGD optimizer;
 };
 
 // The time in which buckets travel, and the part of it that backward does not hide: the medians of the steps.
-void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const bench::Settings& run) {
+template <class Comm>
+void time_overlap(const lockstep::World& world, Comm& comm, const bench::Settings& run) {
   torch::manual_seed(0);
   // Three buckets: this network would fit into one.
-  Training<bench::ConvNet> training(bench::ConvNet(), comm, 1e-2, {.bucket_cap_mb = {1.0 / 32}});
+  Training<bench::ConvNet, Comm> training(bench::ConvNet(), comm, 1e-2, {.bucket_cap_mb = {1.0 / 32}});
   torch::manual_seed(100 + world.rank());
   const auto data = torch::rand({32, 1, 28, 28});
   const auto target = torch::randint(10, {32});
@@ -38,6 +40,38 @@ void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const 
                                           bench::median(exposed), bench::median(whole)));
 }
 
+template <class Comm>
+void train(const lockstep::World& world, const bench::Settings& run) {
+  Comm comm{world};
+  if (run.what == "overlap") {
+    time_overlap(world, comm, run);
+  } else {
+    bench::measure(world, run, [&](auto model, auto loss, double rate) {
+      auto training = std::make_shared<Training<decltype(model), Comm>>(model, comm, rate);
+      return [training, loss](const auto& data, const auto& target) {
+        auto value = loss(training->ddp(data), target);
+        training->optimizer.zero_grad();
+        training->ddp.backward(value);
+        training->optimizer.step();
+      };
+    });
+  }
+  comm.shutdown();
+}
+
+// What a step costs without any lockstep: each rank trains alone.
+void train_uncoupled(const lockstep::World& world, const bench::Settings& run) {
+  bench::measure(world, run, [&](auto model, auto loss, double rate) {
+    auto optimizer = std::make_shared<torch::optim::SGD>(model->parameters(), rate);
+    return [model, optimizer, loss](const auto& data, const auto& target) mutable {
+      auto value = loss(model->forward(data), target);
+      optimizer->zero_grad();
+      value.backward();
+      optimizer->step();
+    };
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -46,22 +80,12 @@ int main(int argc, char** argv) {
     return 0;
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
-    lockstep::GlooComm comm{world};
     const bench::Settings run = bench::settings(argc, argv);
-    if (run.what == "overlap") {
-      time_overlap(world, comm, run);
-      comm.shutdown();
-      return;
-    }
-    bench::measure(world, run, [&](auto model, auto loss, double rate) {
-      auto training = std::make_shared<Training<decltype(model)>>(model, comm, rate);
-      return [training, loss](const auto& data, const auto& target) {
-        auto value = loss(training->ddp(data), target);
-        training->optimizer.zero_grad();
-        training->ddp.backward(value);
-        training->optimizer.step();
-      };
-    });
-    comm.shutdown();
+    if (run.system == "uncoupled")
+      train_uncoupled(world, run);
+    else if (run.system == "gloo")
+      train<lockstep::GlooComm>(world, run);
+    else
+      train<lockstep::CpuComm>(world, run);
   });
 }

@@ -23,7 +23,7 @@
 #include "lockstep/lockstep.hpp"
 
 namespace nn = torch::nn;
-using lockstep::GlooComm, lockstep::World;
+using lockstep::CpuComm, lockstep::World;
 
 struct Options {
   std::string program = "train", plot;
@@ -51,7 +51,7 @@ struct ConvNetImpl : nn::Module {
 };
 TORCH_MODULE(ConvNet);
 
-void average_gradients(ConvNet& model, GlooComm& comm) {
+void average_gradients(ConvNet& model, CpuComm& comm) {
   for (auto& parameter : model->parameters()) {
     comm.all_reduce(parameter.grad(), lockstep::ReduceOp::sum).synchronize();
     parameter.mutable_grad().div_(comm.size());
@@ -115,7 +115,7 @@ auto make_loader(const lockstep::Mnist& mnist, const Options& options) {
 }
 
 void train(const World& world, const Options& options, const lockstep::Mnist& mnist) {
-  GlooComm comm{world};
+  CpuComm comm{world};
   const torch::Device device = torch::kCPU;
   world.log.info("{}", device.str());
   torch::manual_seed(0);  // the same model on every rank; nothing broadcasts it
@@ -152,7 +152,7 @@ void train(const World& world, const Options& options, const lockstep::Mnist& mn
 }
 
 /// The largest difference between two ranks' running statistics.
-double spread_of_statistics(ConvNet& model, GlooComm& comm) {
+double spread_of_statistics(ConvNet& model, CpuComm& comm) {
   double spread = 0;
   for (const auto& buffer : model->buffers()) {
     auto most = buffer.to(torch::kDouble), least = most.clone();
@@ -165,7 +165,7 @@ double spread_of_statistics(ConvNet& model, GlooComm& comm) {
 
 /// One backward by hand and one through DistributedDataParallel, of the same model on the same batches.
 void compare(const World& world, const Options& options, const lockstep::Mnist& mnist) {
-  GlooComm comm{world};
+  CpuComm comm{world};
   const auto build = [] {
     torch::manual_seed(0);
     return ConvNet();
@@ -235,7 +235,7 @@ void run_process(const World& world) {
 
 /// multiprocess_comm.py: the processes form a group.
 void run_in_group(const World& world) {
-  const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
+  const CpuComm comm{world};  // init_process_group: blocks until all ranks have joined
   introduce(comm.rank(), comm.size());
 }
 

@@ -140,7 +140,7 @@ void demo_model_parallel(const World& world, const Options& options) {
     lockstep::DistributedDataParallel ddp{model, comm};
     train_one_step(ddp, comm);
   };
-  if (options.cpu_devices > 0) return train(lockstep::GlooComm{world}, torch::kCPU, torch::kCPU);
+  if (options.cpu_devices > 0) return train(lockstep::CpuComm{world}, torch::kCPU, torch::kCPU);
 #ifdef LOCKSTEP_HAS_CUDA
   // Two devices for each rank, so that the world has half as many ranks as devices. The tutorial starts as
   // many ranks as devices and takes the indices modulo their number, so that two ranks share each device.

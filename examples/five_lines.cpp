@@ -20,7 +20,7 @@ lockstep::TensorDataset points() {
 void train(const lockstep::World& world, int epochs) {
   auto data = points();
   auto model = torch::nn::Linear(20, 1);
-  auto comm = lockstep::GlooComm{world};                            // 1: how the ranks talk
+  auto comm = lockstep::CpuComm{world};                             // 1: how the ranks talk
   auto ddp = lockstep::DistributedDataParallel{model, comm};        // 2: one model on all ranks
   auto sampler = lockstep::DistributedSampler{data.size(), world};  // 3: was RandomSampler{data.size()}
   auto loader = lockstep::DataLoader{data, sampler, {.batch_size = 32}};

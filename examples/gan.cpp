@@ -43,7 +43,7 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
   auto discriminator = make_discriminator();
 
   // One communicator serves both: every rank makes its calls in the same order.
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   lockstep::DistributedDataParallel ddp_generator{generator, comm};
   lockstep::DistributedDataParallel ddp_discriminator{discriminator, comm};
   const auto options = torch::optim::AdamOptions(2e-4).betas({0.5, 0.999});

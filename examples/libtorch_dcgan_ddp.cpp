@@ -113,7 +113,7 @@ void run(const lockstep::World& world, const Options& options) {
     } catch (const c10::Error& error) {
       throw lockstep::UsageError(std::string("--restore: ") + error.what_without_backtrace());
     }
-  lockstep::GlooComm comm{world};  // serves both models
+  lockstep::CpuComm comm{world};  // serves both models
   lockstep::DistributedDataParallel ddp_generator{generator, comm};
   lockstep::DistributedDataParallel ddp_discriminator{discriminator, comm};
   if (options.restore) {

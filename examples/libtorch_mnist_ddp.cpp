@@ -53,7 +53,7 @@ auto digits(const Options& options, MNIST::Mode part) try {
 void run(const lockstep::World& world, const Options& options) {
   torch::manual_seed(1 + world.rank());  // each rank its own dropout
   Net model;
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   lockstep::DistributedDataParallel ddp{model, comm};  // starts all ranks with rank 0's model
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.01).momentum(0.5));
   auto test_set = digits(options, MNIST::Mode::kTest);

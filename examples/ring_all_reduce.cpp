@@ -46,7 +46,7 @@ std::int64_t ring_all_reduce(Comm& comm, const torch::Tensor& tensor) {
 
 void run(const lockstep::World& world, std::int64_t elements) {
   // Messages of CPU tensors. NCCL's send and recv would have to be grouped, since both wait in one stream.
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   torch::manual_seed(1 + static_cast<std::uint64_t>(world.rank()));
   const auto ring = torch::randn({elements}), reference = ring.clone();
 

@@ -7,6 +7,7 @@
 #include "lockstep/comm/detail/agreement-inl.hpp"
 #include "lockstep/comm/detail/gloo_comm-inl.hpp"
 #include "lockstep/comm/detail/process_group_comm-inl.hpp"
+#include "lockstep/comm/detail/shm_comm-inl.hpp"
 #include "lockstep/detail/files-inl.hpp"
 #include "lockstep/detail/format-inl.hpp"
 #include "lockstep/detail/json-inl.hpp"

@@ -3,6 +3,7 @@
 #include "lockstep/detail/libtorch_required.hpp"
 
 // The headers of a hand-written training loop: launch, communicators, DistributedDataParallel, samplers and the loader.
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/dataset.hpp"

@@ -7,6 +7,7 @@
 // includes TorchScript, and those of datasets/.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/comm/options.hpp"

@@ -1,4 +1,4 @@
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
@@ -12,11 +12,11 @@ namespace {
 
 // What the check says here; empty where it has nothing to say.
 template <class... Args>
-std::string said(lockstep::GlooComm& comm, Args&&... args) {
+std::string said(lockstep::CpuComm& comm, Args&&... args) {
   return text_of<lockstep::MismatchError>([&] { lockstep::check_same_dataset(comm, args...); });
 }
 
-void check_equal_everywhere(lockstep::GlooComm& comm, const std::string& text) {
+void check_equal_everywhere(lockstep::CpuComm& comm, const std::string& text) {
   for (const std::string& other : comm.all_gather_bytes(text)) CHECK(other == text);
 }
 
@@ -24,7 +24,7 @@ void check_equal_everywhere(lockstep::GlooComm& comm, const std::string& text) {
 
 TEST_CASE("every rank hears the same of a dataset that differs on one") {
   const lockstep::World& world = test_world();
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   const bool last = world.rank() == world.size() - 1, alone = world.size() == 1;
   const at::Tensor data = torch::arange(40).view({20, 2}), target = torch::arange(20);
   TensorDataset same{data, target}, reversed{data.flip(0), target};

@@ -25,18 +25,18 @@ struct CrossEntropy {
     return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
   }
 };
-using NetTrainer = lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+using NetTrainer = lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>;
 
 extern int argc;
 extern char** argv;
 extern const World& world;
-extern lockstep::GlooComm& comm;
+extern lockstep::CpuComm& comm;
 extern Net model;
 extern lockstep::TensorDataset data, test;
 extern CrossEntropy loss;
 extern NetTrainer& trainer;
 extern lockstep::TrainerOptions options;
-extern lockstep::DistributedDataParallel<Net, lockstep::GlooComm>& ddp;
+extern lockstep::DistributedDataParallel<Net, lockstep::CpuComm>& ddp;
 extern lockstep::DataLoader<lockstep::TensorDataset, lockstep::DistributedSampler>& loader;
 extern torch::optim::Optimizer& optimizer;
 

@@ -2,7 +2,7 @@
 // nothing that grows with the number of parameters.
 #include <torch/torch.h>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/allocations.hpp"
@@ -70,7 +70,7 @@ struct StillComm : lockstep::LocalComm {
 
 TEST_CASE("once warm, lockstep allocates nothing for each parameter") {
   const auto world = lockstep::World::from_environment();
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   const long few = extra_allocations(10, comm, {}, plain_step);
   const long many = extra_allocations(210, comm, {}, plain_step);
   CAPTURE(few, many);

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/extras.hpp"
@@ -31,10 +31,10 @@ constexpr int steps = 3;
 std::string misuse;
 bool deaf = false;
 
-struct TestComm : lockstep::GlooComm {
-  using GlooComm::GlooComm;
+struct TestComm : lockstep::CpuComm {
+  using CpuComm::CpuComm;
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    if (!deaf) return GlooComm::all_gather_bytes(bytes);
+    if (!deaf) return CpuComm::all_gather_bytes(bytes);
     return std::vector<std::string>(static_cast<std::size_t>(size()), bytes);
   }
 };
@@ -134,7 +134,7 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
 void train_checked(const lockstep::World& world, std::string& where) {
   Net net;
   fill(*net, 0);
-  lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+  lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32,
                     lockstep::CheckFinite>
       trainer{world, {.epochs = 1, .batch_size = 5, .progress = false}, net};
   const auto inputs = torch::sin(torch::arange(2.0 * steps * 20)).view({2 * steps * 5, 4});

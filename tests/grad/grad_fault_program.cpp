@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
@@ -29,7 +29,7 @@ int main(int argc, char** argv) {
       options.timeout = std::chrono::seconds(3);
       lockstep_test::meet(world);
     }
-    lockstep::GlooComm comm{world, options};
+    lockstep::CpuComm comm{world, options};
     lockstep::DistributedDataParallel ddp{model, comm, {.bucket_cap_mb = lockstep_test::mib({64})}};
     for (int step = 0; step < 3; ++step) {
       const bool fault = step == 2;

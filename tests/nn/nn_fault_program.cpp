@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/world/launch.hpp"
@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
       options.timeout = std::chrono::seconds(3);
       lockstep_test::meet(world);
     }
-    lockstep::GlooComm comm{world, options};
+    lockstep::CpuComm comm{world, options};
     lockstep::convert_sync_batchnorm(model, comm);
     lockstep::DistributedDataParallel ddp{*model, comm};
     for (int step = 0; step < 3; ++step) {

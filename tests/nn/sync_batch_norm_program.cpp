@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
@@ -26,7 +26,7 @@ std::string mutation;
 
 /// The ranks of a communicator, broken as asked for.
 struct BrokenExchange : lockstep::detail::StatisticsExchange {
-  explicit BrokenExchange(lockstep::GlooComm& comm) : comm(comm) {}
+  explicit BrokenExchange(lockstep::CpuComm& comm) : comm(comm) {}
   [[nodiscard]] int size() const override { return comm.size(); }
   [[nodiscard]] at::Tensor gather(const at::Tensor& row) override {
     at::Tensor rows = at::empty({comm.size(), row.numel()}, row.options());
@@ -37,7 +37,7 @@ struct BrokenExchange : lockstep::detail::StatisticsExchange {
   void sum(const at::Tensor& values) override {
     if (mutation != "apart") comm.all_reduce(values).synchronize();
   }
-  lockstep::GlooComm& comm;
+  lockstep::CpuComm& comm;
 };
 
 struct Case {
@@ -129,7 +129,7 @@ int main(int argc, char** argv) {
   if (words.size() > 2) mutation = words[2];
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     at::set_num_threads(1);
-    lockstep::GlooComm comm{world};
+    lockstep::CpuComm comm{world};
     const lockstep::detail::BatchNormGroup group =
         mutation.empty() ? lockstep::detail::BatchNormGroup{comm}
                          : lockstep::detail::BatchNormGroup{std::make_shared<BrokenExchange>(comm)};

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <random>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
@@ -15,8 +15,8 @@ using torch::nn::BatchNormOptions;
 
 namespace {
 
-lockstep::GlooComm& shared_comm() {
-  static lockstep::GlooComm comm{test_world()};
+lockstep::CpuComm& shared_comm() {
+  static lockstep::CpuComm comm{test_world()};
   return comm;
 }
 
@@ -54,7 +54,7 @@ bool close(const torch::Tensor& actual, const torch::Tensor& expected, double to
 
 // Three steps of a batch norm over the ranks of `comm`, each on its slice, and of torch's on the whole.
 template <class Sync, class Plain>
-void compare(Sync sync, Plain plain, const Case& the, lockstep::GlooComm& comm, double tolerance) {
+void compare(Sync sync, Plain plain, const Case& the, lockstep::CpuComm& comm, double tolerance) {
   sync->to(the.dtype);
   plain->to(the.dtype);
   if (plain->options.affine()) {
@@ -102,7 +102,7 @@ void compare(Sync sync, Plain plain, const Case& the, lockstep::GlooComm& comm, 
 }
 
 void compare(const BatchNormOptions& options, const Case& the, double tolerance,
-             lockstep::GlooComm& comm = shared_comm(), const BatchNormGroup& group = shared_group()) {
+             lockstep::CpuComm& comm = shared_comm(), const BatchNormGroup& group = shared_group()) {
   CAPTURE(the.counts, the.inner, the.channels, options.eps(), options.affine(), the.channels_last);
   const bool one = the.inner.size() < 2, two = the.inner.size() == 2;
   if (one)
@@ -175,7 +175,7 @@ TEST_CASE("a sub-group joins the batches of its own ranks", "[3+]") {
   std::vector<int> middle(static_cast<std::size_t>(size - 2));
   std::iota(middle.begin(), middle.end(), 1);
   auto of_ends = shared_comm().new_group({0, size - 1}), of_middle = shared_comm().new_group(middle);
-  lockstep::GlooComm& mine = of_ends ? *of_ends : *of_middle;
+  lockstep::CpuComm& mine = of_ends ? *of_ends : *of_middle;
   std::vector<int> all(static_cast<std::size_t>(mine.size()));
   std::iota(all.begin(), all.end(), 0);
   const BatchNormGroup group{*mine.new_group(all)};

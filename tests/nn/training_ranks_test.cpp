@@ -3,7 +3,7 @@
 
 #include <numeric>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "support/catch.hpp"
@@ -66,7 +66,7 @@ double distance_after_training(Prepare&& prepare) {
   SmallConvNet<Norm1d> net;
   torch::manual_seed(5);
   SmallConvNet<nn::BatchNorm1d> alone;
-  lockstep::GlooComm comm{test_world()};
+  lockstep::CpuComm comm{test_world()};
   prepare(net, comm);
   lockstep::DistributedDataParallel ddp{net, comm, {.bucket_cap_mb = lockstep_test::mib({256, 2048})}};
   torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -99,19 +99,19 @@ double distance_after_training(Prepare&& prepare) {
 
 TEST_CASE("a wrapped network with SyncBatchNorm trains as one process on the joined batch") {
   const double apart = distance_after_training<lockstep::SyncBatchNorm1d>([](auto& net,
-                                                                             lockstep::GlooComm& comm) {
+                                                                             lockstep::CpuComm& comm) {
     CHECK(lockstep::convert_sync_batchnorm(net, comm) == std::vector<std::string>{"one.1", "two.1", "norm"});
   });
   CHECK(apart < 1e-6);
 }
 
 TEST_CASE("with the statistics of each rank alone it does not", "[2+]") {
-  CHECK(distance_after_training<nn::BatchNorm1d>([](auto&, lockstep::GlooComm&) {}) > 1e-2);
+  CHECK(distance_after_training<nn::BatchNorm1d>([](auto&, lockstep::CpuComm&) {}) > 1e-2);
 }
 
 TEST_CASE("a model wrapped before it is converted trains alike") {
   torch::manual_seed(1);
-  lockstep::GlooComm comm{test_world()};
+  lockstep::CpuComm comm{test_world()};
   nn::Sequential early(nn::Linear(3, 4), nn::BatchNorm1d(4), nn::Linear(4, 1));
   auto late = nn::Sequential(std::dynamic_pointer_cast<nn::SequentialImpl>(early->clone()));
   lockstep::convert_sync_batchnorm(early, comm);

@@ -18,7 +18,7 @@ using lockstep::Implementation;
 using lockstep::ZeroRedundancyOptimizer;
 using Made = std::unique_ptr<torch::optim::Optimizer>;
 using Make = std::function<Made(std::vector<torch::Tensor>)>;
-using Zero = ZeroRedundancyOptimizer<lockstep::GlooComm>;
+using Zero = ZeroRedundancyOptimizer<lockstep::CpuComm>;
 
 namespace {
 

@@ -7,14 +7,14 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
 /// A small training for the tests of reports.
 using ReportTrainer =
-    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>;
 
 inline lockstep::TrainerOptions short_run(std::int64_t epochs = 2, std::int64_t accumulate = 1) {
   return {

@@ -1,14 +1,14 @@
 #pragma once
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/detail/poison_check.hpp"
 
 namespace lockstep_test {
 
-/// GlooComm whose backwards do not wait for the check of the buckets, as those on GPUs do not. For programs
+/// CpuComm whose backwards do not wait for the check of the buckets, as those on GPUs do not. For programs
 /// that reduce every model so.
-struct LateComm : lockstep::GlooComm {
-  explicit LateComm(const lockstep::World& world) : GlooComm(world) {
+struct LateComm : lockstep::CpuComm {
+  explicit LateComm(const lockstep::World& world) : CpuComm(world) {
     lockstep::detail::checks_cpu_late = true;
   }
 };

@@ -1,8 +1,9 @@
 #pragma once
 
-// The communicator of the rank tests: TestedComm is GlooComm. In a file that defines
+// The communicator of the rank tests: TestedComm is CpuComm, which is in shared memory here. In a file that defines
 // LOCKSTEP_TEST_PROCESS_GROUP it is a ProcessGroupComm over a ProcessGroupGloo that the test has created, as a
 // program does that already holds a process group.
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 
 #ifdef LOCKSTEP_TEST_PROCESS_GROUP
@@ -54,6 +55,6 @@ class TestedComm : public lockstep::ProcessGroupComm {
 }  // namespace lockstep_test
 #else
 namespace lockstep_test {
-using TestedComm = lockstep::GlooComm;
+using TestedComm = lockstep::CpuComm;
 }  // namespace lockstep_test
 #endif

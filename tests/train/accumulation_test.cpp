@@ -1,6 +1,6 @@
 // Micro-batches: reduced with the last, Python's arithmetic where they are equal, and a place for the user's
 // own work on the gradients of a step.
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 #include "train/regression.hpp"
@@ -10,7 +10,7 @@ namespace accumulation_test {
 namespace {
 
 using GlooTrainer =
-    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>;
 
 // Scales losses and, unless that was done before, undoes it in the gradients.
 struct Scaled {
@@ -54,7 +54,7 @@ TEST_CASE(
 
   torch::manual_seed(3407);
   TinyNet net;
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   lockstep::DistributedDataParallel ddp{net, comm};
   torch::optim::SGD optimizer(ddp.parameters(), 0.1);
   lockstep::DataLoader loader{
@@ -175,7 +175,7 @@ TEST_CASE("a precision that scales its losses shows a gradient hook what they ar
   };
   lockstep::Trainer{test_world(), options, plain}.fit(data, squared_error, norm(norms));
   using Sequential = torch::nn::Sequential;
-  using Trainer = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, Scaled>;
+  using Trainer = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, Scaled>;
   Trainer(test_world(), options, scaled).fit(data, squared_error, norm(again));
   Trainer(test_world(), options, unseen).fit(data, squared_error);
   CHECK(norms == again);

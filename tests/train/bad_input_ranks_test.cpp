@@ -3,7 +3,7 @@
 #include <functional>
 #include <limits>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
@@ -18,8 +18,8 @@ namespace bad_input_ranks_test {
 namespace {
 
 using Sequential = torch::nn::Sequential;
-using Checked = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm,
-                                  lockstep::Fp32, lockstep::CheckFinite>;
+using Checked = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32,
+                                  lockstep::CheckFinite>;
 
 void says(const std::string& text, const std::string& words) {
   CHECK_THAT(text, ContainsSubstring(words));
@@ -45,7 +45,7 @@ struct Enough : std::exception {};  // what a test's own functions throw
 template <class Hook>
 void check_nan_of_last_rank() {
   const auto& world = test_world();
-  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32,
                     lockstep::CheckFinite, Hook>
       trainer{world, {.progress = false}, tanh_network(1, 3, 5)};
   const bool last = world.rank() == world.size() - 1;
@@ -409,7 +409,7 @@ TEST_CASE("batch norm over all ranks is refused where some of them have a batch 
     Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
     net->to(torch::kDouble);
     auto trainer = std::make_unique<
-        lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>>(
+        lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>>(
         world, lockstep::TrainerOptions{.epochs = 1, .batch_size = 2, .pad = pad, .progress = false}, net);
     lockstep::convert_sync_batchnorm(trainer->model(), trainer->comm());
     return trainer;
@@ -434,7 +434,7 @@ TEST_CASE("batch norm over all ranks ends on every rank where one rank's stream 
   const auto steps_of = [&](int batches, std::int64_t accumulate) {
     Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
     net->to(torch::kDouble);
-    lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
+    lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32> trainer(
         world, {.epochs = 1, .batch_size = 2, .accumulate = accumulate, .progress = false}, net);
     lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
     return trainer.fit(Batches{batches}, squared_error).step;

@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/averaging.hpp"
 #include "lockstep/report/run_report.hpp"
@@ -34,7 +34,7 @@ void come_late(const lockstep::World& world, const std::string& mode) {
     if (world.rank() == 1) return;
   } else if (mode == "start: save") {
     if (world.rank() == 1) {
-      lockstep::GlooComm comm{world};
+      lockstep::CpuComm comm{world};
       lockstep::save_model(*make_net(false), "/nowhere/model.pt", comm);
     }
   } else {
@@ -84,7 +84,7 @@ void train(const lockstep::World& world, const std::string& mode) {
 
 void train_by_hand(const lockstep::World& world, const std::string& mode) {
   auto net = make_net(mode == "skip a backward");
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   lockstep::DistributedDataParallel ddp{net, comm};
   for (int step = 0; step < 6; ++step) {
     const bool here = world.rank() == (mode == "exit on rank 0" ? 0 : 1) && step == 3;

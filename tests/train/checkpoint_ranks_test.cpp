@@ -5,7 +5,7 @@
 #include <string>
 #include <tuple>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -141,7 +141,7 @@ using AnyOptimizer = std::unique_ptr<torch::optim::Optimizer>;
 
 // A maker of trainers of two steps with the optimizer that `plain` makes, or a sharded one around it.
 template <class Plain>
-auto maker_of(Plain plain, lockstep::GlooComm& comm, bool sharded) {
+auto maker_of(Plain plain, lockstep::CpuComm& comm, bool sharded) {
   return maker({.steps = 2, .batch_size = 4, .progress = false},
                lockstep::MakeOptimizer{[=, &comm](std::vector<torch::Tensor> p) {
                  return sharded ? AnyOptimizer(new lockstep::ZeroRedundancyOptimizer(p, comm, plain))
@@ -164,7 +164,7 @@ std::string error_of(const auto& check) {
 }
 
 /// Checks that each rank is told the same, with these words.
-void told(lockstep::GlooComm& comm, const std::string& said, const std::string& words) {
+void told(lockstep::CpuComm& comm, const std::string& said, const std::string& words) {
   CHECK_THAT(said, ContainsSubstring(words));
   for (const auto& other : comm.all_gather_bytes(said)) CHECK(other == said);
 }
@@ -213,7 +213,7 @@ TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that nev
 
 TEST_CASE("a checkpoint holds a state that was spread over the ranks") {
   const auto& world = test_world();
-  lockstep::GlooComm comm(world);
+  lockstep::CpuComm comm(world);
   const auto sharded = lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> parameters) {
     const auto inside = [](std::vector<torch::Tensor> all) {
       return lockstep::Adam(std::move(all), {.lr = 0.01});
@@ -255,7 +255,7 @@ TEST_CASE("a part of each rank's own comes back on its rank, and a resumed epoch
   CHECK(bytes_of(*resumed.model()) == bytes_of(*saving.model()));
 
   if (world.size() == 1) return;
-  lockstep::GlooComm whole{world};
+  lockstep::CpuComm whole{world};
   auto first = whole.new_group({0});
   if (!first) return;
   lockstep::Trainer alone{world, three_epochs(), DropNet(), std::move(*first)};
@@ -309,7 +309,7 @@ TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice
   std::vector<int> fewer(static_cast<std::size_t>(world.size() - 1));
   for (std::size_t i = 0; i < fewer.size(); ++i) fewer[i] = static_cast<int>(i);
   if (auto group = all.comm().new_group(fewer)) {
-    lockstep::Trainer<torch::nn::Linear, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>
+    lockstep::Trainer<torch::nn::Linear, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>
         some(world, options, torch::nn::Linear(2, 1), std::move(*group));
     some.load_checkpoint(file);
     const auto report = some.fit(data, note);
@@ -446,7 +446,7 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
     void save(torch::serialize::OutputArchive& archive) const { archive.write("part", c10::IValue(1)); }
     void load(torch::serialize::InputArchive&) { throw std::length_error("no such length"); }
   } unloadable;
-  lockstep::GlooComm comm(world);
+  lockstep::CpuComm comm(world);
   for (const bool torchs : {false, true})
     for (const bool sharded : {false, true}) {
       const auto plain = [torchs](std::vector<torch::Tensor> p) {
@@ -525,7 +525,7 @@ TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {
     void save(torch::serialize::OutputArchive&) const override {}
     void load(torch::serialize::InputArchive&) override {}
   };
-  lockstep::GlooComm comm(test_world());
+  lockstep::CpuComm comm(test_world());
   for (const bool sharded : {false, true}) {
     const auto plain = [](std::vector<torch::Tensor> p) {
       return AnyOptimizer(new Unsaved(std::move(p), torch::optim::SGDOptions(0.1).momentum(0.9)));

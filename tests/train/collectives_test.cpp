@@ -1,5 +1,5 @@
 // Exact weights cost no collective: a step makes those of its buckets and no other.
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
@@ -10,28 +10,28 @@ namespace {
 int collectives = 0;
 
 // Counts the members of a Communicator.
-class CountedGloo : public lockstep::GlooComm {
+class CountedGloo : public lockstep::CpuComm {
  public:
-  using GlooComm::GlooComm;
+  using CpuComm::CpuComm;
   Work all_reduce(at::TensorList tensors, lockstep::ReduceOp op) {
     ++collectives;
-    return GlooComm::all_reduce(tensors, op);
+    return CpuComm::all_reduce(tensors, op);
   }
   Work broadcast(at::TensorList tensors, int root) {
     ++collectives;
-    return GlooComm::broadcast(tensors, root);
+    return CpuComm::broadcast(tensors, root);
   }
   Work all_gather(at::TensorList outputs, at::TensorList inputs) {
     ++collectives;
-    return GlooComm::all_gather(outputs, inputs);
+    return CpuComm::all_gather(outputs, inputs);
   }
   std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     ++collectives;
-    return GlooComm::all_gather_bytes(bytes);
+    return CpuComm::all_gather_bytes(bytes);
   }
   std::string broadcast_bytes(const std::string& bytes, int root) {
     ++collectives;
-    return GlooComm::broadcast_bytes(bytes, root);
+    return CpuComm::broadcast_bytes(bytes, root);
   }
 };
 

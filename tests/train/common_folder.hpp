@@ -7,7 +7,7 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/world/world.hpp"
 
 /// A temporary folder that all ranks of a host use. The constructor is collective. Rank 0's destructor removes
@@ -30,6 +30,6 @@ struct CommonFolder {
     return comm.broadcast_bytes(std::filesystem::exists(path / name) ? "1" : "", 0) == "1";
   }
 
-  lockstep::GlooComm comm;
+  lockstep::CpuComm comm;
   std::filesystem::path path;
 };

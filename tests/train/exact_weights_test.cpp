@@ -2,7 +2,7 @@
 // whole of each step, to rounding.
 #include <random>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 

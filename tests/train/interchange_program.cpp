@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
@@ -67,7 +67,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
       lockstep::AdamWOptions{});
 }
 
-void load(const std::string& path, Net& model, torch::optim::Optimizer& optimizer, lockstep::GlooComm& comm,
+void load(const std::string& path, Net& model, torch::optim::Optimizer& optimizer, lockstep::CpuComm& comm,
           const std::string& mistake) {
   if (path.ends_with(".safetensors")) {
     lockstep::load_state_dict(model, lockstep::load_safetensors(path, comm).tensors);
@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
     }
     const std::string folder = words.at(0) + "/", output = folder + words.at(6);
     const std::string mistake = words.size() > 7 ? words[7] : "";
-    lockstep::GlooComm comm{world};
+    lockstep::CpuComm comm{world};
     const auto data = lockstep::torch_load(folder + "data.pt", comm).toGenericDict();
     if (mistake == "trainer") return run_trainer(world, words, data);
     Net model;

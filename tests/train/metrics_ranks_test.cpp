@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/trainer.hpp"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
@@ -42,7 +42,7 @@ void says(const std::string& text, const std::string& words) {
 }
 // `work` throws one error with these words on every rank.
 template <class Error, class Work>
-void refuses(lockstep::GlooComm& comm, Work&& work, const std::string& words) {
+void refuses(lockstep::CpuComm& comm, Work&& work, const std::string& words) {
   const std::string text = text_of<Error>(work);
   says(text, words);
   for (const auto& other : comm.all_gather_bytes(text)) CHECK(other == text);

@@ -1,7 +1,7 @@
 // Training in half precision on several ranks: all step, or none does.
 #include <limits>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
@@ -73,7 +73,7 @@ TEST_CASE("a fused step that is not finite on one rank is taken by none") {
   check_skips(lockstep::AllReduceHook(), fused);
   check_skips(lockstep::PowerSgdHook({.start_iteration = 0, .min_compression_rate = 0.5}), fused);
   check_skips(lockstep::NoOpHook(), fused, lockstep::GradientClip{.max_norm = 1e3});
-  lockstep::GlooComm comm(test_world());
+  lockstep::CpuComm comm(test_world());
   const lockstep::MakeOptimizer sharded{[&](std::vector<torch::Tensor> parameters) {
     return std::unique_ptr<torch::optim::Optimizer>(
         new lockstep::ZeroRedundancyOptimizer(std::move(parameters), comm, fused.function));
@@ -124,7 +124,7 @@ TEST_CASE("a parameter that is not averaged keeps no rank from the others' answe
 
 TEST_CASE("a step that was given up leaves the scaler as it was") {
   const auto& world = test_world();
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16> trainer(
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp16> trainer(
       world, {.epochs = 1, .batch_size = 4, .progress = false}, lockstep::Fp16({.init_scale = 1024}));
   const auto data = three_classes(world.size() * 8);
   CHECK_THROWS_AS(trainer.fit(data, cross_entropy_of, lockstep::OnGradients{[](const auto&) {
@@ -139,7 +139,7 @@ TEST_CASE("training in half precision learns, and evaluates in it") {
   const auto& world = test_world();
   const auto data = three_classes(240);
   const auto check = [&]<class Precision>(std::type_identity<Precision>, at::ScalarType type) {
-    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, Precision> trainer(
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, Precision> trainer(
         world, {.epochs = 12, .batch_size = 240 / world.size() / 5, .lr = 0.3, .seed = 5, .progress = false});
     trainer.fit(data, cross_entropy_of);
     at::ScalarType seen = at::kFloat;
@@ -158,7 +158,7 @@ TEST_CASE("training in half precision learns, and evaluates in it") {
 }
 
 TEST_CASE("a forward that throws leaves tf32") {
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Tf32> trainer(
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Tf32> trainer(
       test_world(), {.epochs = 1, .batch_size = 2, .accumulate = 2, .progress = false});
   std::int64_t calls = 0;
   const auto throws = [&](TinyNet& net, const auto& batch) {

@@ -1,7 +1,7 @@
 // Streams: nobody knows their length, ranks run out at different times, and all stop at the same step.
 #include <deque>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/optimizers.hpp"
@@ -44,7 +44,7 @@ void train(const lockstep::World& world, const std::string& mode) {
   const bool culprit = world.rank() == 1;
   Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
   net->to(torch::kDouble);
-  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
+  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32> trainer(
       world, {.epochs = 1, .batch_size = 2, .progress = false}, net);
   if (mode != "data") lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
   const Broken data{curve(static_cast<std::size_t>(8 * world.size())), culprit && mode == "data"};
@@ -98,7 +98,7 @@ void call(const lockstep::World& world, const std::string& mode, std::shared_ptr
 }
 
 void reduce(const lockstep::World& world, std::size_t where) {
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 1));
   int step = 0;
   const auto hook = lockstep::hook_of(
@@ -118,7 +118,7 @@ struct Tight {
   static constexpr bool predivides = true;
   static constexpr bool propagates_nan = true;
   struct Unpacking {
-    decltype(std::declval<lockstep::GlooComm&>().all_reduce(torch::Tensor())) work;
+    decltype(std::declval<lockstep::CpuComm&>().all_reduce(torch::Tensor())) work;
     bool fails;
     void wait() {
       work.wait();
@@ -126,7 +126,7 @@ struct Tight {
     }
     void synchronize(std::chrono::milliseconds timeout) { work.synchronize(timeout); }
   };
-  Unpacking start(lockstep::GlooComm& comm, const lockstep::GradientBucket& bucket) const {
+  Unpacking start(lockstep::CpuComm& comm, const lockstep::GradientBucket& bucket) const {
     return {comm.all_reduce(bucket.flat), comm.rank() == 1 && bucket.iteration == 1};
   }
   [[nodiscard]] std::string_view name() const { return "tight"; }
@@ -134,14 +134,14 @@ struct Tight {
 };
 
 void unpack(const lockstep::World& world) {
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   torch::nn::Linear net(3, 4);
   lockstep::DistributedDataParallel ddp{net, comm, {}, Tight{}};
   for (int step = 0; step < 4; ++step) ddp.backward(net->forward(torch::ones({2, 3})).sum());
 }
 
 void shard(const lockstep::World& world) {
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   std::vector<torch::Tensor> parameters;
   for (int i = 0; i < world.size(); ++i) parameters.push_back(torch::ones({3, 3}, torch::requires_grad()));
   lockstep::ZeroRedundancyOptimizer optimizer(

@@ -1,7 +1,7 @@
 #include <filesystem>
 #include <numeric>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/data/weighted_random_sampler.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -18,7 +18,7 @@ namespace trainer_ranks_test {
 namespace {
 
 using GlooTrainer =
-    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::CpuComm, lockstep::Fp32>;
 
 auto loss = [](TinyNet& net, const auto& batch) {
   return torch::cross_entropy_loss(net(batch.data), batch.target);
@@ -47,7 +47,7 @@ bool same_on_all_ranks(Comm& comm, const std::string& bytes) {
 // A sampler that gives rank 0 one sample more than the others and does not tell, which training must refuse.
 class UnevenSampler : public lockstep::EvaluationSampler {
  public:
-  UnevenSampler(std::size_t length, const lockstep::GlooComm& group) : EvaluationSampler(length, group) {}
+  UnevenSampler(std::size_t length, const lockstep::CpuComm& group) : EvaluationSampler(length, group) {}
   std::size_t size_of(int rank) const = delete;
 };
 static_assert(lockstep::Sampler<UnevenSampler> && !lockstep::CountingSampler<UnevenSampler>);
@@ -55,7 +55,7 @@ static_assert(lockstep::Sampler<UnevenSampler> && !lockstep::CountingSampler<Une
 // One that tells each rank something else.
 class LyingSampler : public lockstep::EvaluationSampler {
  public:
-  LyingSampler(std::size_t length, const lockstep::GlooComm& group) : EvaluationSampler(length, group) {}
+  LyingSampler(std::size_t length, const lockstep::CpuComm& group) : EvaluationSampler(length, group) {}
   [[nodiscard]] std::size_t size_of(int) const { return size(); }
 };
 static_assert(lockstep::CountingSampler<LyingSampler>);
@@ -121,7 +121,7 @@ TEST_CASE("fit leaves the parameters of the loop by hand, bit for bit") {
 
   torch::manual_seed(3407);
   TinyNet net;
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   lockstep::DistributedDataParallel ddp{net, comm};
   torch::optim::SGD optimizer(ddp.parameters(), 0.1);
   lockstep::DataLoader loader{

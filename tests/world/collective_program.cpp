@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 #include "support/store_news.hpp"
@@ -41,7 +41,7 @@ bool is_child_that_returns(const std::string& mode) {
 // end well.
 int call_differently(const std::string& mode, const lockstep::World& world, int culprit) {
   const bool differs = world.rank() == culprit;
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   const auto reduce = [&](at::ScalarType type = at::kFloat, lockstep::ReduceOp op = lockstep::ReduceOp::sum,
                           std::int64_t elements = 4) {
     auto tensor = torch::ones({elements}).to(type);
@@ -74,13 +74,13 @@ std::ptrdiff_t entries(const char* folder) {
 
 // Makes communicators, each of which rank `culprit` aborts while collectives are in flight, and keeps.
 int fail_often(const lockstep::World& world, int culprit) {
-  std::vector<lockstep::GlooComm> kept;
+  std::vector<lockstep::CpuComm> kept;
   const auto use = [&](bool fails) {
-    lockstep::GlooComm comm{world};
+    lockstep::CpuComm comm{world};
     std::vector<torch::Tensor> tensors(4);
     for (auto& tensor : tensors) tensor = torch::ones({1 << 18});
     comm.barrier();
-    std::vector<lockstep::GlooComm::Work> works;
+    std::vector<lockstep::CpuComm::Work> works;
     for (auto& tensor : tensors) {
       works.push_back(comm.all_reduce(tensor));
       if (!fails || world.rank() != culprit) continue;
@@ -130,7 +130,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
   if (mode == "fails often") return fail_often(world, culprit);
   if (mode.starts_with("retries")) {
     for (int attempt = 0; attempt < 2; ++attempt) try {
-        lockstep::GlooComm comm{world};
+        lockstep::CpuComm comm{world};
         auto one = torch::ones({1});
         const bool throws = attempt == 0 && (mode == "retries" || world.rank() == culprit);
         if (throws && mode != "retries late") throw std::runtime_error("out of memory");
@@ -148,7 +148,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
     if (world.rank() == 0 && is_child_that_returns(mode)) return 3;
   }
   if (mode.starts_with("other ")) return call_differently(mode, world, culprit);
-  lockstep::GlooComm comm{world, {.timeout = timeout}};
+  lockstep::CpuComm comm{world, {.timeout = timeout}};
   auto tensor = torch::ones({1 << 20});
   if (mode.starts_with("a child")) tensor.mul(2);  // starts the OpenMP threads, which a child does not have
   // Each step of every rank ends when the last rank has done it.
@@ -186,7 +186,7 @@ int main(int argc, char** argv) {
       if (ends) std::this_thread::sleep_for(1s);  // the others wait by then: rank 0 hosts the store
       if (ends && mode.ends_with("dies")) std::abort();
       if (ends) throw lockstep::DataError("a bad file");
-      lockstep::GlooComm comm{world};
+      lockstep::CpuComm comm{world};
       comm.barrier();
       if (mode.ends_with("uneven") && world.rank() == 0) static_cast<void>(comm.broadcast(at::ones({4}), 0));
       if (mode.ends_with("uneven") && world.rank() > 0) std::this_thread::sleep_for(3s);

@@ -7,14 +7,14 @@
 #include <cstdlib>
 #include <string>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/world/launch.hpp"
 
 namespace {
 
 void train(const lockstep::World& world) {
-  lockstep::GlooComm comm{world};
+  lockstep::CpuComm comm{world};
   torch::nn::Sequential model(torch::nn::Linear(20, 64), torch::nn::ReLU(), torch::nn::Linear(64, 1));
   lockstep::DistributedDataParallel ddp{model, comm};
   torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(1e-3).momentum(0.9));

@@ -39,7 +39,7 @@ class LocalComm {
   explicit LocalComm(const World& world) : world_(world) {
     if (world.size() != 1)
       throw UsageError(detail::formatted(
-          "LocalComm is for one process, but the world has {}: use GlooComm, or start one process",
+          "LocalComm is for one process, but the world has {}: use CpuComm, or start one process",
           world.size()));
   }
 

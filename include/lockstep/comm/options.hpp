@@ -28,6 +28,11 @@ struct GlooOptions {
   std::string interfaces = {};
 };
 
+struct ShmOptions {
+  /// As GlooOptions::timeout.
+  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+};
+
 /// LibTorch's implementations of NCCL collectives.
 enum class NcclEngine {
   nccl,  ///< c10d::ProcessGroupNCCL

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -50,7 +50,7 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 }  // namespace detail
 
 /// Runs `program(comm)` with the communicator of the available device, and returns its result. `program` is a
-/// template over the communicator. It is compiled for GlooComm and, in a program that links lockstep::cuda,
+/// template over the communicator. It is compiled for CpuComm and, in a program that links lockstep::cuda,
 /// for NcclComm. The choice is made once, here, at run time; everything inside is static.
 ///
 /// ```cpp
@@ -62,7 +62,7 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 /// });
 /// ```
 ///
-/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the
+/// A rank that sees a GPU uses NcclComm, any other rank CpuComm. `wanted` overrides this, and so does the
 /// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before
 /// this call: the rank's GPU becomes the current device when its communicator is constructed. Collective.
 /// Throws UsageError if a GPU is wanted and this rank has none, MismatchError if the ranks choose
@@ -72,7 +72,7 @@ decltype(auto) with_device(const World& world, Program&& program,
                            std::optional<DeviceKind> wanted = std::nullopt) {
 #ifdef LOCKSTEP_HAS_CUDA
   static_assert(
-      std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, GlooComm>>,
+      std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, CpuComm>>,
       "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
   const int visible = c10::cuda::device_count();
   if (detail::choose_device(world.environment(), visible, wanted) == DeviceKind::gpu)
@@ -80,7 +80,7 @@ decltype(auto) with_device(const World& world, Program&& program,
 #else
   detail::choose_device(world.environment(), std::nullopt, wanted);
 #endif
-  return std::forward<Program>(program)(GlooComm{world});
+  return std::forward<Program>(program)(CpuComm{world});
 }
 
 }  // namespace lockstep

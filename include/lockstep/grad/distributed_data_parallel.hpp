@@ -69,7 +69,7 @@ class DistributedDataParallel {
                 "TorchScript module, or a std::vector of parameters");
   static_assert(Communicator<Comm>,
                 "lockstep: the communicator of DistributedDataParallel is a type that models "
-                "lockstep::Communicator, such as lockstep::GlooComm");
+                "lockstep::Communicator, such as lockstep::CpuComm");
   static_assert(
       CommunicationHook<Hook, Comm>,
       "lockstep: the hook of DistributedDataParallel is a type that models lockstep::CommunicationHook, such "
@@ -302,7 +302,7 @@ class DistributedDataParallel {
   /// Returns the statistics of the last reduction. Empty for LocalComm.
   [[nodiscard]] DdpReport report() const { return state_->reducer->report(); }
   /// Records when the reduction of each bucket completes, for BucketReport::completed; off by default. With
-  /// communicators other than GlooComm, and hooks with a Reduction of their own, that is when the wait for it
+  /// communicators other than CpuComm, ShmComm and GlooComm, and hooks with a Reduction of their own, that is when the wait for it
   /// returned. Call it between steps.
   void record_completions(bool enabled = true) { state_->reducer->record_completions(enabled); }
 

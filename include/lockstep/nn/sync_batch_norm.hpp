@@ -348,7 +348,7 @@ std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
                 "torch::nn::AnyModule");
   static_assert(gathers,
                 "lockstep: convert_sync_batchnorm takes its ranks from a communicator that reduces, gathers "
-                "and splits, such as lockstep::GlooComm, or from a BatchNormGroup");
+                "and splits, such as lockstep::CpuComm, or from a BatchNormGroup");
   if constexpr (convertible && gathers) {
     auto surgery = [&] {
       if constexpr (itself)

@@ -102,7 +102,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                                 public detail::ShardedState {
   static_assert(Communicator<Comm>,
                 "lockstep: the communicator of ZeroRedundancyOptimizer is a type that models "
-                "lockstep::Communicator, such as lockstep::GlooComm");
+                "lockstep::Communicator, such as lockstep::CpuComm");
 
  public:
   /// `make(parameters)` returns the inner optimizer with any groups, or a unique_ptr to one. Collective. Throws

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/train/detail/micro_batch_source.hpp"
 #include "lockstep/train/detail/policies.hpp"
 #include "lockstep/train/detail/run_checkpoint.hpp"
@@ -15,7 +15,7 @@ namespace lockstep {
 /// generators, and lets rank 0 write files and logs.
 ///
 /// The policies are distinguished by their concepts and may be in any order: a Model, which is required, a
-/// Sampler (default: DistributedSampler), a Communicator (GlooComm), a Precision (Fp32), and the extras: an
+/// Sampler (default: DistributedSampler), a Communicator (CpuComm), a Precision (Fp32), and the extras: an
 /// OptimizerFactory (SGD), a Schedule, a GradientCheck, a CommunicationHook (AllReduceHook).
 ///
 /// The arguments after the options determine them. A value is moved into the Trainer. For
@@ -25,7 +25,7 @@ namespace lockstep {
 ///   Trainer trainer{world, options, std::in_place_type<Net>, std::in_place_type<EvaluationSampler>,
 ///                   Fp16(), MakeOptimizer{make}};
 ///
-/// `Trainer<Net, DistributedSampler, GlooComm, Fp32, Extras...>` names them explicitly. Callbacks are not
+/// `Trainer<Net, DistributedSampler, CpuComm, Fp32, Extras...>` names them explicitly. Callbacks are not
 /// policies but arguments of `fit`. The model moves to the communicator's device. Every rank constructs the
 /// same trainers in the same order and calls the same functions on them. Not thread-safe.
 template <class... Policies>

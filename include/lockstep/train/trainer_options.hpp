@@ -14,12 +14,12 @@
 namespace lockstep {
 
 class DistributedSampler;
-class GlooComm;
+class CpuComm;
 struct Fp32;
 
 /// The policies of a Trainer by default.
 using DefaultSampler = DistributedSampler;
-using DefaultComm = GlooComm;   ///< See DefaultSampler.
+using DefaultComm = CpuComm;    ///< See DefaultSampler.
 using DefaultPrecision = Fp32;  ///< See DefaultSampler.
 
 template <class... Policies>

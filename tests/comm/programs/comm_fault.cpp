@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "comm/random_calls.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/detail/call_watch.hpp"
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 #include "support/process.hpp"
@@ -24,6 +26,15 @@
 namespace {
 
 using namespace std::chrono_literals;
+
+// CpuComm, whose ranks share memory here, or GlooComm.
+class Comm : public lockstep::ProcessGroupComm {
+ public:
+  explicit Comm(const lockstep::World& world, lockstep::GlooOptions options = {})
+      : ProcessGroupComm(std::getenv("LOCKSTEP_TEST_GLOO") != nullptr
+                             ? lockstep::ProcessGroupComm(lockstep::GlooComm(world, std::move(options)))
+                             : lockstep::ProcessGroupComm(lockstep::CpuComm(world, std::move(options)))) {}
+};
 
 // Helper processes that outlive this rank: one that is executed and one that is only forked.
 void start_helpers() {
@@ -61,7 +72,7 @@ int run_stopped(const lockstep::World& world, const std::string& call, int culpr
   options.timeout = 3s;
   const pid_t host = host_of_store(world);
   lockstep_test::meet(world);
-  std::optional<lockstep::GlooComm> comm;
+  std::optional<Comm> comm;
   auto tensor = at::ones({1000});
   if (call != "meet") {
     comm.emplace(world, options);
@@ -90,7 +101,7 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
   std::mt19937 random(seed);
   auto steps = lockstep_test::random_steps(random);
   if (world.rank() == culprit) steps = lockstep_test::mistaken(std::move(steps), random);
-  lockstep::GlooComm comm{world};
+  Comm comm{world};
   for (const lockstep_test::Step& step : steps) {
     auto tensor = at::ones({step.elements}, dtypes[step.dtype]);
     step.op < 0 ? comm.broadcast(tensor, step.root % world.size()).synchronize()
@@ -109,7 +120,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
                        : fault == "cut"  ? 4000ms
                                          : std::chrono::milliseconds(30min);
   if (fault == "never") lockstep_test::meet(world);
-  lockstep::GlooComm comm{world, {.timeout = timeout}};
+  Comm comm{world, {.timeout = timeout}};
   auto tensor = at::ones({1000});
   for (int i = 0; i < 3; ++i) comm.all_reduce(tensor).synchronize();
   if (fault == "left") comm.new_group({0, 1, 2})->shutdown();
@@ -126,7 +137,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "catch") {
     // The exception ends `inner`, with work in flight, and not `comm`, which also has some.
     try {
-      lockstep::GlooComm inner{world};
+      Comm inner{world};
       auto first = comm.all_reduce(tensor);
       auto second = inner.all_reduce(tensor);
       if (mine) {

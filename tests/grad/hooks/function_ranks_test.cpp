@@ -12,7 +12,7 @@ const Plan plan{{{4, 3}}, {{5}, {2}}};
 
 template <class Hook>
 void check_average(Hook& hook, std::uint64_t bytes) {
-  static_assert(CommunicationHook<Hook, GlooComm> && CommunicationHook<Hook, LocalComm>);
+  static_assert(CommunicationHook<Hook, CpuComm> && CommunicationHook<Hook, LocalComm>);
   Buckets buckets(plan);
   const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(1));
   const auto exact = buckets.average(1);
@@ -57,7 +57,7 @@ TEST_CASE("a function may write the average, or return a Work") {
 }
 
 TEST_CASE("a function that names its communicator gets that one") {
-  auto hook = hook_of([](GlooComm& comm, const GradientBucket& bucket) {
+  auto hook = hook_of([](CpuComm& comm, const GradientBucket& bucket) {
     comm.all_reduce(bucket.flat, ReduceOp::avg).synchronize();
   });
   Buckets buckets(plan);

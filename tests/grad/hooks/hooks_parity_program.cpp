@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
@@ -87,7 +87,7 @@ std::vector<lockstep::GradientBucket> make_buckets(const std::string& plan) {
 }
 
 template <class Hook>
-void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::string& folder,
+void reduce(const Case& c, Hook hook, lockstep::CpuComm& comm, const std::string& folder,
             const std::string& output) {
   const std::string rank = "." + std::to_string(comm.rank());
   std::ifstream input(folder + "/" + c.name + rank, std::ios::binary);
@@ -120,7 +120,7 @@ void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::strin
 }
 
 /// `subgroup`: rank 0 alone, or the others together.
-void run(const Case& c, lockstep::GlooComm& comm, lockstep::GlooComm& subgroup, const std::string& folder,
+void run(const Case& c, lockstep::CpuComm& comm, lockstep::CpuComm& subgroup, const std::string& folder,
          const std::string& output) {
   if (c.hook == "post_local_sgd")
     return reduce(c, lockstep::PostLocalSgdHook(subgroup, c.post_local), comm, folder, output);
@@ -140,7 +140,7 @@ int main(int argc, char** argv) {
   broken = words.size() > 2;
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     at::set_num_threads(1);
-    lockstep::GlooComm comm{world};
+    lockstep::CpuComm comm{world};
     std::vector<int> others;
     for (int rank = 1; rank < comm.size(); ++rank) others.push_back(rank);
     auto first = comm.new_group({0}), rest = comm.new_group(others);

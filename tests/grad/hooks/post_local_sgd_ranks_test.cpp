@@ -14,9 +14,9 @@ namespace {
 const Plan plan{{{4, 3}, {7}}, {{5}}};
 
 /// Rank 0 alone, and the others together; LocalComm's kind where this rank is in neither.
-GlooComm own_group() {
+CpuComm own_group() {
   const int size = shared_comm().size();
-  std::optional<GlooComm> mine = shared_comm().new_group({0});
+  std::optional<CpuComm> mine = shared_comm().new_group({0});
   if (size > 1) {
     std::vector<int> others;
     for (int rank = 1; rank < size; ++rank) others.push_back(rank);
@@ -35,14 +35,14 @@ torch::Tensor mean_of(const std::vector<std::vector<torch::Tensor>>& of_ranks, s
 
 }  // namespace
 
-static_assert(StatefulHook<PostLocalSgdHook<GlooComm>>);
-static_assert(CommunicationHook<PostLocalSgdHook<GlooComm>, GlooComm>);
+static_assert(StatefulHook<PostLocalSgdHook<CpuComm>>);
+static_assert(CommunicationHook<PostLocalSgdHook<CpuComm>, CpuComm>);
 
 TEST_CASE("gradients are averaged over all ranks, then over the sub-group or not at all") {
   const int size = shared_comm().size(), rank = shared_comm().rank();
   const bool within = GENERATE(true, false);
   CAPTURE(within);
-  GlooComm group = own_group();
+  CpuComm group = own_group();
   PostLocalSgdHook hook(group, {.start_iteration = 2, .reduce_in_subgroup = within});
   Buckets buckets(plan);
   const auto gradients = [](int of, int step) {
@@ -73,7 +73,7 @@ TEST_CASE("gradients are averaged over all ranks, then over the sub-group or not
     if (step == 1) saved = hook.state();
   }
   PostLocalSgdHook loaded(group, {.start_iteration = 2, .reduce_in_subgroup = false});
-  loaded.load_state(PostLocalSgdHook<GlooComm>::shared_state(saved));
+  loaded.load_state(PostLocalSgdHook<CpuComm>::shared_state(saved));
   Buckets fresh(plan);
   const auto own = gradients(rank, 7);
   CHECK(torch::equal(fresh.reduce(loaded, shared_comm(), own)[0], own[0]));
@@ -87,7 +87,7 @@ TEST_CASE("gradients are averaged over all ranks, then over the sub-group or not
 
 TEST_CASE("inside DistributedDataParallel ranks part, and a missing gradient is found by all") {
   const int size = shared_comm().size(), rank = shared_comm().rank();
-  GlooComm group = own_group();
+  CpuComm group = own_group();
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets(),
                               PostLocalSgdHook(group, {.start_iteration = 1})};

@@ -1,5 +1,5 @@
 // DistributedDataParallel of parts that do not fit: each is told by one sentence.
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 using lockstep::DistributedDataParallel;
@@ -9,7 +9,7 @@ struct NoHook {};
 struct NoComm {};
 struct NoModel {};
 
-void program(torch::nn::Linear& model, lockstep::GlooComm& comm, NoComm& no_comm, NoModel& no_model) {
+void program(torch::nn::Linear& model, lockstep::CpuComm& comm, NoComm& no_comm, NoModel& no_model) {
   DistributedDataParallel wrong_hook{model, comm, {}, NoHook{}};
   DistributedDataParallel wrong_comm{model, no_comm};
   DistributedDataParallel wrong_model{no_model, comm};

@@ -1,5 +1,5 @@
 // Captured steps of parts that a graph cannot hold: each is told by one sentence.
-#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
@@ -20,7 +20,7 @@ struct ReadsOnHost {
 };
 struct NoTensors {};
 
-void program(const c10::Device& device, TinyNet& net, LocalComm& comm, lockstep::GlooComm& gloo,
+void program(const c10::Device& device, TinyNet& net, LocalComm& comm, lockstep::CpuComm& gloo,
              lockstep::SGD& sgd, torch::optim::SGD& numbers,
              lockstep::ZeroRedundancyOptimizer<LocalComm>& sharded, Fp32& fp32, ReadsOnHost& reads) {
   const auto loss = [](TinyNet& model, const auto&) { return model->last->weight.sum(); };

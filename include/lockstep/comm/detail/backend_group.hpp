@@ -37,6 +37,7 @@
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/group.hpp"
+#include "lockstep/comm/detail/host_work.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
@@ -113,7 +114,11 @@ class BackendGroup final : public Group {
     const std::string backend_name = backend_->getBackendName();
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
-    check_ = {is_gloo_ ? "Gloo" : formatted("the backend '{}'", backend_name), options_.device.type()};
+    is_own_ = dynamic_cast<HostBackend*>(backend_.get()) != nullptr;
+    check_ = {is_gloo_ ? "Gloo"
+              : is_own_ && backend_name == "shm" ? "shared memory"
+                                                 : formatted("the backend '{}'", backend_name),
+              options_.device.type()};
     // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
     // store.
     if (plane() && !state_of(world).communicates.exchange(true))
@@ -167,7 +172,8 @@ class BackendGroup final : public Group {
   /// as complete, so that a Work that is never waited for is finished too; two functions of one work may run
   /// concurrently. Returns false, and does nothing, on a device and if the backend's works have no futures.
   bool at_completion(const BackendWork& work, std::function<void(bool error)> function) {
-    if (!has_futures_) return false;
+    if (is_own_) static_cast<HostWork&>(*work).at_end(std::move(function));
+    if (is_own_ || !has_futures_) return is_own_;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
       future = work->getFuture();
@@ -266,6 +272,18 @@ class BackendGroup final : public Group {
     await(call, launch(call.name, start), call.start + timeout());
   }
 
+  /// Fails the group since its ranks have made different calls, as this one has found. The store finds the first calls
+  /// that differ.
+  [[noreturn]] void throw_mismatch(const Call& call) {
+    if (plane()) static_cast<void>(plane()->await_mismatch());
+    auto error = obstacle(call);
+    if (!error)
+      error =
+          std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
+                                                "; every rank must make the same, in order"));
+    fail(error, true);
+  }
+
   /// Ends hold() of a message.
   void forget(const BackendWork& message) {
     const std::lock_guard lock(mutex_);
@@ -288,8 +306,8 @@ class BackendGroup final : public Group {
   // How long the destructor waits for a backend that ends.
   static constexpr std::chrono::milliseconds last_wait{500};
 
-  // Waits for a work, a while and at most until `until`. Returns whether it has completed. Gloo's works say
-  // so; another must be asked, with growing pauses.
+  // Waits for a work, a while and at most until `until`. Returns whether it has completed. Gloo's works and lockstep's
+  // say so; another must be asked, with growing pauses.
   bool completes(const Call& call, c10d::Work& work, Clock::time_point until,
                  std::chrono::microseconds& pause) {
     if (is_gloo_) {
@@ -298,6 +316,8 @@ class BackendGroup final : public Group {
           .wait_until(lock, std::min(until, Clock::now() + look_interval),
                       [&] { return work.*WorkInternals::completed; });
     }
+    if (is_own_)
+      return static_cast<HostWork&>(work).wait_until(std::min(until, Clock::now() + look_interval));
     if (of_backend(call, [&] { return work.isCompleted(); })) return true;
     std::this_thread::sleep_for(pause);
     pause = std::max(pause, std::min(2 * pause, last_pause));
@@ -398,6 +418,7 @@ class BackendGroup final : public Group {
         } catch (const std::exception&) {                        // its peer has gone without receiving it
         }
       kept.clear();
+      if (auto* own = dynamic_cast<HostBackend*>(backend.get())) own->drain(Clock::now() + timeout);
       if (on_device && backend.use_count() == 1) shut_down(*backend);
       backend.reset();
     });
@@ -438,6 +459,14 @@ class BackendGroup final : public Group {
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     Group::check_error();
+    if (is_own_) try {
+        std::rethrow_exception(cause);
+      } catch (const OtherOperation& other) {
+        if (call.peer)
+          fail(std::make_exception_ptr(MismatchError(formatted("{}: {}", call.text(), other.what()))), true);
+        throw_mismatch(call);
+      } catch (const std::exception&) {
+      }
     const ForeignError foreign = classify(first_line(cause));
     check(CallWatch(*this, call)
               .cause_of(formatted("does not answer and has closed its connections ({})", foreign.text)));
@@ -453,7 +482,7 @@ class BackendGroup final : public Group {
   const bool made_;  // by options_.make_backend
   const pid_t owner_ = getpid();
   TensorCheck check_;
-  bool is_gloo_ = false, is_nccl_ = false;
+  bool is_gloo_ = false, is_nccl_ = false, is_own_ = false;  // is_own_: a HostBackend
   std::atomic<bool> has_futures_{on_host()};
   std::mutex mutex_;
   std::vector<BackendWork> kept_;

@@ -180,14 +180,7 @@ inline std::vector<BytesHeader> one_call(BackendGroup& group, const Call& call, 
   if (const auto calls = different_calls(names, ranks); !calls.empty())
     group.fail(std::make_exception_ptr(MismatchError(calls)), true);
   for (const BytesHeader& header : headers) {
-    if (header.sequence == headers[0].sequence && header.hash == headers[0].hash) continue;
-    static_cast<void>(group.plane()->await_mismatch());  // the store finds the first calls that differ
-    auto error = group.obstacle(call);
-    if (!error)
-      error =
-          std::make_exception_ptr(MismatchError("the ranks have made different calls before " + call.text() +
-                                                "; every rank must make the same, in order"));
-    group.fail(error, true);
+    if (header.sequence != headers[0].sequence || header.hash != headers[0].hash) group.throw_mismatch(call);
   }
   return headers;
 }

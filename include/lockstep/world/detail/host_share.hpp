@@ -53,7 +53,7 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
   if (visible < 1)
     throw UsageError(
         formatted("rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
-                  "(nvidia-smi)? On CPUs use GlooComm",
+                  "(nvidia-smi)? On CPUs use CpuComm",
                   rank.rank, limit));
   if (wanted && (*wanted < 0 || *wanted >= visible))
     throw UsageError(formatted("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",

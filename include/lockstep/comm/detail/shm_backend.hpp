@@ -1,0 +1,296 @@
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/gloo_order.hpp"
+#include "lockstep/comm/detail/host_work.hpp"
+#include "lockstep/comm/detail/shm_engine.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// Returns how shared memory reduces a dtype, null for an operation or a dtype that Gloo refuses. A sum of bool is a
+/// logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided afterwards.
+inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
+  const auto of = [op]<class Unsigned, class T>(Unsigned, T) -> Fold {
+    switch (op) {
+      case c10d::ReduceOp::SUM:
+      case c10d::ReduceOp::AVG:
+        return fold<Unsigned, AddElements>;
+      case c10d::ReduceOp::PRODUCT:
+        return fold<Unsigned, MultiplyElements>;
+      case c10d::ReduceOp::MIN:
+        return fold<T, LeastElement>;
+      case c10d::ReduceOp::MAX:
+        return fold<T, GreatestElement>;
+      default:
+        return nullptr;
+    }
+  };
+  switch (type) {
+    case at::kFloat:
+      return of(float(), float());
+    case at::kDouble:
+      return of(double(), double());
+    case at::kHalf:
+      return of(c10::Half(), c10::Half());
+    case at::kBFloat16:
+      return of(c10::BFloat16(), c10::BFloat16());
+    case at::kChar:
+      return of(std::uint8_t(), std::int8_t());
+    case at::kByte:
+      return of(std::uint8_t(), std::uint8_t());
+    case at::kInt:
+      return of(std::uint32_t(), std::int32_t());
+    case at::kLong:
+      return of(std::uint64_t(), std::int64_t());
+    case at::kBool:
+      if (op == c10d::ReduceOp::SUM) return fold<std::uint8_t, GreatestElement>;
+      if (op == c10d::ReduceOp::PRODUCT) return fold<std::uint8_t, LeastElement>;
+      return op == c10d::ReduceOp::AVG ? nullptr : of(std::uint8_t(), std::uint8_t());
+    default:
+      return nullptr;
+  }
+}
+
+/// The Work of ShmBackend.
+class ShmWork final : public HostWork {
+ public:
+  ShmWork(std::shared_ptr<ShmEngine> engine, ShmEngine::Operation operation)
+      : engine_(std::move(engine)), operation_(std::move(operation)) {}
+
+  bool wait_until(std::chrono::steady_clock::time_point until) override {
+    return engine_->wait_until(*operation_, until);
+  }
+  void at_end(std::function<void(bool failed)> function) override {
+    engine_->at_end(*operation_, std::move(function));
+  }
+
+  bool isCompleted() override {
+    if (!operation_->ended()) engine_->move_on();
+    return operation_->ended();
+  }
+  bool isSuccess() const override { return operation_->state.load() == ShmOperation::State::complete; }
+  std::exception_ptr exception() const override {
+    switch (operation_->state.load()) {
+      case ShmOperation::State::pending:
+      case ShmOperation::State::complete:
+        return nullptr;
+      case ShmOperation::State::aborted:
+        return std::make_exception_ptr(std::runtime_error("the operation was aborted"));
+      case ShmOperation::State::rank_ended:
+        return std::make_exception_ptr(std::runtime_error("a process of the group has ended"));
+      case ShmOperation::State::mismatch:
+        return std::make_exception_ptr(OtherOperation("the ranks have launched different operations"));
+      case ShmOperation::State::other_message:
+        return std::make_exception_ptr(
+            OtherOperation("the message has another size or dtype than the tensor that is to receive it"));
+    }
+    return nullptr;
+  }
+  void synchronize() override { static_cast<void>(wait()); }
+  bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0)) override {
+    const auto now = std::chrono::steady_clock::now();
+    if (!wait_until(timeout.count() > 0 ? now + timeout : now + std::chrono::hours(24 * 365)))
+      throw std::runtime_error(formatted("not complete after {} ms", timeout.count()));
+    if (const auto error = exception()) std::rethrow_exception(error);
+    return true;
+  }
+  void abort() override { engine_->abort(); }
+
+ private:
+  const std::shared_ptr<ShmEngine> engine_;
+  const ShmEngine::Operation operation_;
+};
+
+/// A c10d::Backend of the ranks of one host, in memory that they share. See ShmEngine. Sums have the bits of
+/// ProcessGroupGloo. Tensors are dense and on the CPU. All-to-alls in uneven parts are refused.
+class ShmBackend final : public HostBackend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  ShmBackend(std::shared_ptr<ShmMemory> memory, int rank, bool spins)
+      : HostBackend(rank, memory->ranks()),
+        engine_(std::make_shared<ShmEngine>(std::move(memory), rank, spins)) {}
+
+  const std::string getBackendName() const override { return "shm"; }
+  void abort() override { engine_->abort(); }
+  void drain(std::chrono::steady_clock::time_point until) override { engine_->drain(until); }
+
+  WorkPtr barrier(const c10d::BarrierOptions&) override { return launch(Kind::barrier, {}, {}); }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return launch(Kind::broadcast, one(tensors), one(tensors), 1, static_cast<int>(options.rootRank));
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return launch(Kind::all_reduce, one(tensors), one(tensors), 1, 0, options.reduceOp);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return launch(Kind::reduce, one(tensors), one(tensors), 1, static_cast<int>(options.rootRank),
+                  options.reduceOp);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
+    check_rows(output, input);
+    return launch(Kind::all_gather, input, output);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    return launch_into(Kind::all_gather, one(inputs), outputs.at(0));
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    const int root = static_cast<int>(options.rootRank);
+    if (root == getRank()) return launch_into(Kind::gather, one(inputs), outputs.at(0), root);
+    return launch(Kind::gather, one(inputs), {}, 1, root);
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override {
+    const int root = static_cast<int>(options.rootRank);
+    const at::Tensor input = root == getRank() ? joined(inputs.at(0), one(outputs)) : at::Tensor();
+    return launch(Kind::scatter, input, one(outputs), getSize(), root);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    check_rows(input, output);
+    return launch(Kind::reduce_scatter, input, output, getSize(), 0, options.reduceOp);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    return launch(Kind::reduce_scatter, joined(inputs.at(0), one(outputs)), one(outputs), getSize(), 0,
+                  options.reduceOp);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
+                        std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
+    for (const auto* sizes : {&output_sizes, &input_sizes})
+      TORCH_CHECK(std::adjacent_find(sizes->begin(), sizes->end(), std::not_equal_to<>()) == sizes->end(),
+                  "shm has no all-to-all in uneven parts");
+    TORCH_CHECK(output.nbytes() == input.nbytes() && input.numel() % getSize() == 0,
+                "the tensors of an all-to-all have one size, which the number of ranks divides");
+    return launch(Kind::all_to_all, input, output, getSize());
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    return launch_into(Kind::all_to_all, joined(inputs, inputs.at(0)), outputs, 0, getSize());
+  }
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    return launch(Kind::send, one(tensors), {}, 1, peer, {}, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    return launch(Kind::receive, {}, one(tensors), 1, peer, {}, tag);
+  }
+
+ private:
+  using Kind = ShmOperation::Kind;
+  struct TensorOperation final : ShmOperation {
+    at::Tensor kept_input, kept_output;
+  };
+
+  static const at::Tensor& one(const Tensors& tensors) {
+    TORCH_CHECK(tensors.size() == 1, "shm takes one tensor at a time, not ", tensors.size());
+    return tensors[0];
+  }
+  void check_rows(const at::Tensor& rows, const at::Tensor& row) const {
+    TORCH_CHECK(rows.scalar_type() == row.scalar_type() && rows.numel() == getSize() * row.numel(),
+                "one tensor must have one row of the other for each rank");
+  }
+  // Returns the tensors, one for each rank and each like `row`, as one.
+  [[nodiscard]] at::Tensor joined(const Tensors& tensors, const at::Tensor& row) const {
+    TORCH_CHECK(static_cast<int>(tensors.size()) == getSize(), "there must be one tensor for each rank");
+    for (const at::Tensor& tensor : tensors)
+      TORCH_CHECK(tensor.scalar_type() == row.scalar_type() && tensor.numel() == row.numel(),
+                  "the tensors must have one dtype and one size");
+    const at::NoGradGuard no_grad;
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
+    return at::cat(flat);
+  }
+
+  // An operation whose output is a list of tensors, one for each rank: in place if they lie one behind the other.
+  WorkPtr launch_into(Kind kind, const at::Tensor& input, const Tensors& outputs, int root = 0,
+                      int rows = 1) {
+    const at::Tensor& first = outputs.at(0);
+    bool in_place = true;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      TORCH_CHECK(outputs[i].scalar_type() == first.scalar_type() && outputs[i].numel() == first.numel(),
+                  "the tensors must have one dtype and one size");
+      in_place = in_place && outputs[i].is_contiguous() &&
+                 static_cast<const char*>(outputs[i].const_data_ptr()) ==
+                     static_cast<const char*>(first.const_data_ptr()) + i * first.nbytes();
+    }
+    TORCH_CHECK(static_cast<int>(outputs.size()) == getSize(), "there must be one output for each rank");
+    TORCH_CHECK(rows * first.numel() == input.numel(), "the outputs must have the size of the input");
+    if (in_place) return launch(kind, input, first, rows, root);
+    const at::Tensor all = at::empty({getSize(), first.numel()}, first.options().requires_grad(false));
+    const WorkPtr work = launch(kind, input, all, rows, root);
+    static_cast<HostWork&>(*work).at_end([all, outputs](bool failed) {
+      const at::NoGradGuard no_grad;
+      for (std::size_t i = 0; !failed && i < outputs.size(); ++i)
+        outputs[i].detach().copy_(all[static_cast<std::int64_t>(i)].view(outputs[i].sizes()));
+    });
+    return work;
+  }
+
+  WorkPtr launch(Kind kind, const at::Tensor& input, const at::Tensor& output, int rows = 1, int root = 0,
+                 const std::optional<c10d::ReduceOp>& op = {}, int tag = 0) {
+    auto operation = std::make_shared<TensorOperation>();
+    const at::Tensor& some = input.defined() ? input : output;
+    for (const at::Tensor* tensor : {&input, &output})
+      TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()),
+                  "shm moves dense and contiguous tensors on the CPU");
+    operation->kind = kind;
+    operation->root = root;
+    operation->tag = tag;
+    operation->rows = static_cast<std::size_t>(rows);
+    std::uint64_t hash = 1;
+    const auto mix = [&hash](std::uint64_t value) {
+      hash = (hash ^ value) * 0x9E3779B97F4A7C15 + (hash >> 29);
+    };
+    mix(operation->is_message() ? 0 : 1 + static_cast<std::uint64_t>(kind));
+    if (some.defined()) {
+      operation->kept_input = input;
+      operation->kept_output = output;
+      if (input.defined()) operation->input = static_cast<const char*>(input.const_data_ptr());
+      if (output.defined()) operation->output = static_cast<char*>(output.data_ptr());
+      operation->row = input.defined() ? input.nbytes() / operation->rows : output.nbytes();
+      mix(operation->row);
+      mix(static_cast<std::uint64_t>(some.scalar_type()));
+    }
+    if (op) {
+      operation->fold = fold_of(some.scalar_type(), *op);
+      TORCH_CHECK(operation->fold != nullptr, "shm cannot reduce ", dtype_name(some.scalar_type()), " so");
+      if (some.is_floating_point() && getSize() > 1)
+        operation->chunk = gloo_chunk_bytes(some.nbytes(), some.element_size(),
+                                            static_cast<std::size_t>(getSize()), kind == Kind::reduce);
+      mix(static_cast<std::uint64_t>(static_cast<c10d::ReduceOp::RedOpType>(*op)));
+    }
+    if (!operation->is_message()) mix(static_cast<std::uint64_t>(root));
+    operation->signature = hash | 1;
+    if (op && *op == c10d::ReduceOp::AVG && (kind != Kind::reduce || root == getRank()))
+      operation->functions.push_back([output, ranks = getSize()](bool failed) {
+        const at::NoGradGuard no_grad;
+        if (!failed) output.detach().div_(ranks);
+      });
+    engine_->launch(operation);
+    return c10::make_intrusive<ShmWork>(engine_, std::move(operation));
+  }
+  const std::shared_ptr<ShmEngine> engine_;
+};
+
+}  // namespace lockstep::detail

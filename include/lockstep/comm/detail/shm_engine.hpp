@@ -1,0 +1,611 @@
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/detail/gloo_order.hpp"
+#include "lockstep/comm/detail/shm_memory.hpp"
+#include "lockstep/detail/linkage.hpp"
+
+namespace lockstep::detail {
+
+/// An operation of a rank in shared memory, and how far it is. The input has `rows` rows of `row` bytes, one or one for
+/// each rank. Derived classes own the memory of input and output.
+struct ShmOperation {
+  enum class Kind : std::uint8_t {
+    barrier,
+    broadcast,
+    all_reduce,
+    reduce,
+    all_gather,
+    gather,
+    scatter,
+    all_to_all,
+    reduce_scatter,
+    send,
+    receive
+  };
+  enum class State : std::uint8_t {
+    pending,
+    complete,
+    aborted,
+    mismatch,      ///< another rank has launched another operation
+    rank_ended,    ///< the process of a rank that had to launch it has ended
+    other_message  ///< the message has another size or dtype than the receiver's tensor
+  };
+
+  ShmOperation() = default;
+  ShmOperation(const ShmOperation&) = delete;
+  ShmOperation& operator=(const ShmOperation&) = delete;
+  virtual ~ShmOperation() = default;
+
+  [[nodiscard]] bool ended() const { return state.load(std::memory_order_acquire) != State::pending; }
+  [[nodiscard]] bool is_message() const { return kind == Kind::send || kind == Kind::receive; }
+
+  Kind kind = Kind::barrier;
+  int root = 0;  ///< of a message the other rank
+  std::int32_t tag = 0;
+  const char* input = nullptr;
+  char* output = nullptr;
+  std::size_t row = 0, rows = 1;
+  Fold fold = nullptr;
+  std::size_t chunk = 0;        ///< of Gloo's ring, 0 if the order of the ranks does not matter
+  std::uint64_t signature = 0;  ///< equal on all ranks of a right program, and not 0
+  std::atomic<State> state{State::pending};
+
+  // Of the engine.
+  std::uint64_t first = 0, pieces = 0, launched = 0, taken = 0;
+  std::size_t moved = 0, slot = ShmMemory::messages, block = ShmMemory::blocks;  // of a message
+  bool early = false;  // its first part was copied before its receiver has asked
+  std::vector<std::function<void(bool failed)>> functions;
+};
+
+/// The collectives and messages of one rank of a group in shared memory. There is no thread: launching copies the input
+/// into blocks of this rank and returns, and whoever waits for anything moves all engines of the process on. So an
+/// operation completes once all ranks have launched it, whatever they do afterwards.
+///
+/// An operation is cut into pieces of one block; a large all-reduce of more than two ranks is summed in parts, each by
+/// the first rank that comes, otherwise each rank computes its own result. At most `ShmMemory::slots` pieces and
+/// `ShmMemory::blocks` blocks of a rank are in flight, or as many as the system has memory for: what is beyond them is
+/// copied, in order, when this rank next launches or waits. The last block is kept for messages, so that collectives that another rank has not
+/// launched yet do not hold up a message to it. At most 16 messages between two ranks can be on their way
+/// before their receiver asks for one of them.
+///
+/// Who sleeps says so, looks once more and then waits; who changes what others wait for looks afterwards who sleeps. In
+/// the one order of all sequentially consistent operations one of the two sees the other, so no waking is lost.
+///
+/// Thread-safe, but one thread at a time may launch.
+class ShmEngine {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Operation = std::shared_ptr<ShmOperation>;
+
+  /// `spins`: a waiting thread spins for a while before it sleeps, as fits ranks that have a core each.
+  ShmEngine(std::shared_ptr<ShmMemory> memory, int rank, bool spins)
+      : memory_(std::move(memory)),
+        rank_(rank),
+        ranks_(memory_->ranks()),
+        spins_(spins ? most_spins : 0),
+        busy_(static_cast<std::size_t>(ranks_)),
+        order_(static_cast<std::size_t>(ranks_)) {
+    for (std::size_t block = 0; block < allocated_; ++block) free_.push_back(block);
+    auto& all = engines();
+    const std::lock_guard lock(all.mutex);
+    all.list.push_back(this);
+    all.count.store(all.list.size());
+  }
+  ShmEngine(const ShmEngine&) = delete;
+  ShmEngine& operator=(const ShmEngine&) = delete;
+  ~ShmEngine() {
+    auto& all = engines();
+    const std::lock_guard lock(all.mutex);
+    std::erase(all.list, this);
+    all.count.store(all.list.size());
+  }
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int ranks() const { return ranks_; }
+
+  /// Launches an operation. Never blocks, but for the memory's copy.
+  void launch(Operation operation) {
+    const std::lock_guard lock(mutex_);
+    if (failed_ != ShmOperation::State::pending) return end(*operation, failed_);
+    if (operation->is_message()) {
+      messages_.push_back(std::move(operation));
+    } else {
+      const std::size_t width = width_of(*operation);
+      operation->first = next_;
+      operation->pieces = std::max<std::size_t>(1, (operation->row + width - 1) / width);
+      next_ += operation->pieces;
+      queue_.push_back(std::move(operation));
+    }
+    step();
+  }
+
+  /// Blocks until the operation has ended, at most until `until`. Returns whether it has.
+  bool wait_until(const ShmOperation& operation, Clock::time_point until) {
+    return wait(until, [&] { return operation.ended(); });
+  }
+  /// The same for all collectives that were launched.
+  bool drain(Clock::time_point until) {
+    return wait(until, [&] {
+      const std::lock_guard lock(mutex_);
+      return queue_.empty();
+    });
+  }
+  /// Does what can be done without waiting.
+  void move_on() {
+    const std::lock_guard lock(mutex_);
+    step();
+  }
+
+  /// Calls `function(failed)` when the operation ends, at once if it has. It must not launch or wait.
+  void at_end(ShmOperation& operation, std::function<void(bool failed)> function) {
+    const std::lock_guard lock(mutex_);
+    if (operation.ended())
+      function(operation.state.load() != ShmOperation::State::complete);
+    else
+      operation.functions.push_back(std::move(function));
+  }
+
+  /// Ends all operations of this rank, now and later. The other ranks are not told.
+  void abort() {
+    {
+      const std::lock_guard lock(mutex_);
+      fail(ShmOperation::State::aborted);
+    }
+    change(memory_->rank(rank_).bell);
+  }
+
+ private:
+  using State = ShmOperation::State;
+  using Kind = ShmOperation::Kind;
+  static constexpr int most_spins = 4000;
+  static constexpr std::size_t own_result_bytes = 16
+                                                  << 10;  // up to which each rank computes the whole result
+  static constexpr std::size_t blocks_for_messages = 1, blocks_at_once = 16,
+                               most_early = ShmMemory::blocks / 4;
+  static constexpr std::chrono::milliseconds longest_sleep{50}, sleep_among_engines{1};
+
+  struct Engines {
+    std::mutex mutex;
+    std::vector<ShmEngine*> list;
+    std::atomic<std::size_t> count{0};
+  };
+  LOCKSTEP_PROCESS_WIDE static Engines& engines() {
+    static Engines* const all = new Engines();  // never destroyed: a communicator may be static
+    return *all;
+  }
+
+  static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  // ---- Waiting ------------------------------------------------------------------------------------------------------
+
+  template <class Done>
+  bool wait(Clock::time_point until, const Done& done) {
+    for (int spin = 0;; ++spin) {
+      move_on();
+      if (done()) return true;
+      const bool others = engines().count.load(std::memory_order_relaxed) > 1;
+      if (spin < spins_) {
+        if (others && spin % 64 == 63) move_others();
+        relax();
+        continue;
+      }
+      if (others) move_others();
+      const auto now = Clock::now();
+      if (now.time_since_epoch().count() >= next_look_.load(std::memory_order_relaxed)) {
+        next_look_.store((now + longest_sleep).time_since_epoch().count(), std::memory_order_relaxed);
+        look_for_ends();
+        if (done()) return true;
+      }
+      if (now >= until) return false;
+      sleep(std::min(until, now + (others ? sleep_among_engines : longest_sleep)), done);
+      if (done()) return true;
+      spin = spins_;
+    }
+  }
+  // Sleeps unless there is something to do after this rank has said that it will sleep.
+  template <class Done>
+  void sleep(Clock::time_point until, const Done& done) {
+    auto& bell = memory_->rank(rank_).bell;
+    const auto rings = bell.load(std::memory_order_acquire);
+    const auto bit = std::uint64_t{1} << (rank_ % 64);
+    sleeping_.fetch_add(1);
+    memory_->sleepers(rank_ / 64).fetch_or(bit);
+    {
+      const std::lock_guard lock(mutex_);
+      if (launched_ < queue_.size()) memory_->starved(rank_ / 64).fetch_or(bit);
+      step();
+    }
+    if (!done()) await_change(bell, rings, until);
+    sleeping_.fetch_sub(1);
+  }
+  // Fails where a rank has ended on which an operation still depends.
+  void look_for_ends() {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (rank == rank_ || !memory_->has_ended(rank)) continue;
+      const std::lock_guard lock(mutex_);
+      step();  // what it has done before
+      const auto launched = memory_->rank(rank).launched.load();
+      const auto waits_for = [&](const Operation& operation) {
+        return operation->is_message() ? operation->root == rank
+                                       : operation->first + operation->pieces > launched;
+      };
+      if (std::any_of(queue_.begin(), queue_.end(), waits_for) ||
+          std::any_of(messages_.begin(), messages_.end(), waits_for))
+        return fail(State::rank_ended);
+    }
+  }
+  void move_others() {
+    auto& all = engines();
+    const std::lock_guard lock(all.mutex);
+    for (ShmEngine* engine : all.list)
+      if (engine != this && engine->mutex_.try_lock()) {
+        const std::lock_guard other(engine->mutex_, std::adopt_lock);
+        engine->step();
+      }
+  }
+
+  // Wakes the ranks that sleep, or of them those that wait for a slot. Called after what they wait for is visible.
+  void wake_all(bool starved = false) {
+    for (int word = 0; word <= (ranks_ - 1) / 64; ++word) {
+      auto& sleepers = starved ? memory_->starved(word) : memory_->sleepers(word);
+      if (sleepers.load() == 0) continue;
+      for (std::uint64_t left = sleepers.exchange(0); left != 0; left &= left - 1)
+        change(memory_->rank(word * 64 + __builtin_ctzll(left)).bell);
+    }
+  }
+  void wake(int rank) {
+    const auto bit = std::uint64_t{1} << (rank % 64);
+    auto& sleepers = memory_->sleepers(rank / 64);
+    if ((sleepers.load() & bit) == 0) return;
+    sleepers.fetch_and(~bit);
+    change(memory_->rank(rank).bell);
+  }
+
+  // ---- Moving on: with the mutex locked -----------------------------------------------------------------------------
+
+  void step() {
+    if (failed_ != State::pending) return;
+    if (memory_->mismatch().load() != 0) return fail(State::mismatch);
+    for (bool moves = true; moves && failed_ == State::pending;) {
+      const bool launches = launch_piece();
+      moves = take_pieces() || launches;
+    }
+    for (std::size_t i = 0; i < messages_.size();) {
+      const Operation message = messages_[i];
+      message->kind == Kind::send ? step_send(*message) : step_receive(*message);
+      message->ended() ? void(messages_.erase(messages_.begin() + static_cast<std::ptrdiff_t>(i)))
+                       : void(++i);
+    }
+  }
+
+  void end(ShmOperation& operation, State state) {
+    for (const auto& function : std::exchange(operation.functions, {})) function(state != State::complete);
+    operation.state.store(state, std::memory_order_release);
+    if (sleeping_.load() > 0)
+      change(memory_->rank(rank_).bell);  // another thread of this process may wait for it
+  }
+  void fail(State state) {
+    if (failed_ != State::pending) return;
+    failed_ = state;
+    for (const auto& operation : std::exchange(queue_, {})) end(*operation, state);
+    for (const auto& message : std::exchange(messages_, {})) end(*message, state);
+    launched_ = 0;
+  }
+
+  [[nodiscard]] static std::size_t width_of(const ShmOperation& operation) {
+    return ShmMemory::block_bytes / operation.rows / 64 * 64;
+  }
+  [[nodiscard]] bool has_input(const ShmOperation& operation) const {
+    if (operation.kind == Kind::barrier) return false;
+    const bool from_root = operation.kind == Kind::broadcast || operation.kind == Kind::scatter;
+    return !from_root || operation.root == rank_;
+  }
+
+  // Returns a block of this rank, `blocks` if there is none.
+  std::size_t take_block(bool for_message) {
+    while (!in_use_.empty() && memory_->slot(in_use_.front().first).open.load() > in_use_.front().first) {
+      free_.push_back(in_use_.front().second);
+      in_use_.pop_front();
+    }
+    const std::size_t kept = for_message ? 0 : blocks_for_messages;
+    if (free_.size() <= kept && allocated_ < most_blocks_) {
+      const std::size_t count = std::min({allocated_, blocks_at_once, most_blocks_ - allocated_});
+      if (!memory_->allocate_blocks(rank_, allocated_, count)) most_blocks_ = allocated_;
+      for (const auto end = std::min(allocated_ + count, most_blocks_); allocated_ < end;)
+        free_.push_back(allocated_++);
+    }
+    if (free_.size() <= kept) return ShmMemory::blocks;
+    const std::size_t block = free_.back();
+    free_.pop_back();
+    return block;
+  }
+
+  // Launches the next piece that is not launched yet. Returns false if there is none, or no room for it.
+  bool launch_piece() {
+    if (launched_ == queue_.size()) return false;
+    ShmOperation& operation = *queue_[launched_];
+    const std::uint64_t number = operation.first + operation.launched;
+    ShmSlot& slot = memory_->slot(number);
+    if (slot.open.load() != number) return false;
+    if (has_input(operation)) {
+      const std::size_t block = take_block(false);
+      if (block == ShmMemory::blocks) return false;
+      const auto [begin, size] = span_of(operation, operation.launched);
+      for (std::size_t r = 0; r < operation.rows; ++r)
+        std::memcpy(memory_->block(rank_, block) + r * size, operation.input + r * operation.row + begin,
+                    size);
+      slot.block(rank_) = static_cast<std::uint16_t>(block);
+      in_use_.emplace_back(number, block);
+    }
+    std::uint64_t there = 0;
+    if (!slot.signature.compare_exchange_strong(there, operation.signature) && there != operation.signature) {
+      memory_->mismatch().store(1);
+      fail(State::mismatch);
+      wake_all();
+      return false;
+    }
+    if (++operation.launched == operation.pieces) ++launched_;
+    memory_->rank(rank_).launched.store(number + 1);
+    if (slot.arrived.fetch_add(1) + 1 == unsigned(ranks_)) wake_all();
+    return true;
+  }
+  // Returns the part of each row that is in a piece: (begin, size).
+  [[nodiscard]] static std::pair<std::size_t, std::size_t> span_of(const ShmOperation& operation,
+                                                                   std::uint64_t piece) {
+    const std::size_t begin = piece * width_of(operation);
+    return {begin, std::min(width_of(operation), operation.row - begin)};
+  }
+
+  // Takes the results that exist. Returns whether there was one.
+  bool take_pieces() {
+    bool took = false;
+    while (!queue_.empty()) {
+      ShmOperation& operation = *queue_.front();
+      while (operation.taken < operation.launched && take(operation)) took = true;
+      if (operation.taken < operation.pieces) break;
+      const Operation ended = std::move(queue_.front());
+      queue_.pop_front();
+      --launched_;
+      end(*ended, State::complete);
+    }
+    return took;
+  }
+
+  bool take(ShmOperation& operation) {
+    const std::uint64_t number = operation.first + operation.taken;
+    ShmSlot& slot = memory_->slot(number);
+    if (slot.arrived.load() < unsigned(ranks_)) return false;
+    const auto span = span_of(operation, operation.taken);
+    const std::size_t begin = span.first, size = span.second;
+    const auto from = [&](int rank, std::size_t r = 0) {
+      return memory_->block(rank, slot.block(rank)) + r * size;
+    };
+    const auto index = [](int rank) { return static_cast<std::size_t>(rank); };
+    char* const to = operation.output + begin;
+    switch (operation.kind) {
+      case Kind::barrier:
+        break;
+      case Kind::broadcast:
+        if (rank_ != operation.root) std::memcpy(to, from(operation.root), size);
+        break;
+      case Kind::scatter:
+        std::memcpy(to, from(operation.root, index(rank_)), size);
+        break;
+      case Kind::gather:
+        if (rank_ != operation.root) break;
+        [[fallthrough]];
+      case Kind::all_gather:
+        for (int rank = 0; rank < ranks_; ++rank)
+          std::memcpy(to + index(rank) * operation.row, from(rank), size);
+        break;
+      case Kind::all_to_all:
+        for (int rank = 0; rank < ranks_; ++rank)
+          std::memcpy(to + index(rank) * operation.row, from(rank, index(rank_)), size);
+        break;
+      case Kind::reduce:
+        if (rank_ == operation.root) sum(operation, begin, size, from, to);
+        break;
+      case Kind::reduce_scatter:
+        sum(
+            operation, index(rank_) * operation.row + begin, size,
+            [&](int rank) { return from(rank, index(rank_)); }, to);
+        break;
+      case Kind::all_reduce:
+        if (ranks_ <= 2 || size <= own_result_bytes)
+          sum(operation, begin, size, from, to);
+        else if (!sum_together(operation, slot, begin, size, from, to))
+          return false;
+        break;
+      case Kind::send:
+      case Kind::receive:
+        break;
+    }
+    ++operation.taken;
+    if (slot.taken.fetch_add(1, std::memory_order_acq_rel) + 1 == unsigned(ranks_)) {
+      slot.signature.store(0, std::memory_order_relaxed);
+      for (auto* counter : {&slot.arrived, &slot.claimed, &slot.reduced, &slot.taken})
+        counter->store(0, std::memory_order_relaxed);
+      slot.open.store(number + ShmMemory::slots);
+      wake_all(/*starved=*/true);
+    }
+    return true;
+  }
+
+  // Reduces the ranks' bytes [begin, begin + size) of the whole input, which rank r has at `from(r)`, in Gloo's order.
+  template <class From>
+  void sum(const ShmOperation& operation, std::size_t begin, std::size_t size, const From& from,
+           char* to) const {
+    if (ranks_ == 1) {
+      std::memcpy(to, from(0), size);
+      return;
+    }
+    std::array<const char*, ShmMemory::most_ranks> in;
+    const auto ranks = static_cast<std::size_t>(ranks_);
+    for (std::size_t done = 0; done < size;) {
+      const std::size_t at = begin + done, chunk = operation.chunk == 0 ? 0 : at / operation.chunk;
+      const std::size_t end =
+          operation.chunk == 0 ? size : std::min(size, (chunk + 1) * operation.chunk - begin);
+      for (std::size_t i = 0; i < ranks; ++i)
+        in[i] = from(static_cast<int>((chunk + ranks - 1 - i) % ranks)) + done;
+      operation.fold(to + done, in.data(), ranks, end - done);
+      done = end;
+    }
+  }
+  // The same for an all-reduce of which each rank computes the parts that it finds free, in place: part p lies in the
+  // block of rank p. Returns false while another rank computes one.
+  template <class From>
+  bool sum_together(const ShmOperation& operation, ShmSlot& slot, std::size_t begin, std::size_t size,
+                    const From& from, char* to) {
+    const auto ranks = unsigned(ranks_);
+    const std::size_t width = (size + ranks - 1) / ranks / 64 * 64 + 64;
+    const auto parts = static_cast<std::uint32_t>((size + width - 1) / width);
+    const auto size_of = [&](std::uint32_t part) { return std::min(width, size - part * width); };
+    while (slot.claimed.load(std::memory_order_relaxed) < parts) {
+      const std::uint32_t part = slot.claimed.fetch_add(1, std::memory_order_relaxed);
+      if (part >= parts) break;
+      const std::size_t at = part * width;
+      sum(
+          operation, begin + at, size_of(part), [&](int rank) { return from(rank) + at; },
+          from(static_cast<int>(part)) + at);
+      if (slot.reduced.fetch_add(1) + 1 == parts) wake_all();
+    }
+    if (slot.reduced.load() < parts) return false;
+    for (std::uint32_t part = 0; part < parts; ++part)
+      std::memcpy(to + part * width, from(static_cast<int>(part)) + part * width, size_of(part));
+    return true;
+  }
+
+  // ---- Messages -----------------------------------------------------------------------------------------------------
+
+  void step_send(ShmOperation& operation) {
+    const int peer = operation.root;
+    auto& busy = busy_[static_cast<std::size_t>(peer)];
+    if (operation.slot == ShmMemory::messages) {
+      operation.slot = static_cast<std::size_t>(__builtin_ctz(~unsigned{busy}));
+      if (operation.slot == ShmMemory::messages) return;
+      busy = static_cast<std::uint16_t>(busy | 1U << operation.slot);
+      ShmMessage& message = memory_->message(rank_, peer, operation.slot);
+      message.tag = operation.tag;
+      message.bytes = operation.row;
+      message.signature = operation.signature;
+      message.order = order_[static_cast<std::size_t>(peer)]++;
+      message.block = ShmMemory::blocks;
+      if (early_ < most_early) operation.block = take_block(false);
+      operation.early = operation.block != ShmMemory::blocks;
+      if (operation.early) {
+        ++early_;
+        copy_part(operation, message);
+      }
+      message.state.store(ShmMessage::announced);
+      return wake(peer);
+    }
+    ShmMessage& message = memory_->message(rank_, peer, operation.slot);
+    const auto state = message.state.load();
+    if (state == ShmMessage::none) {  // the receiver has all of it
+      if (operation.block != ShmMemory::blocks) free_.push_back(operation.block);
+      if (operation.early) --early_;
+      busy = static_cast<std::uint16_t>(busy & ~(1U << operation.slot));
+      return end(operation, State::complete);
+    }
+    if (state != ShmMessage::wanted) return;
+    if (operation.block == ShmMemory::blocks) operation.block = take_block(true);
+    if (operation.block == ShmMemory::blocks) return;
+    copy_part(operation, message);
+    message.state.store(ShmMessage::filled);
+    wake(peer);
+  }
+  void copy_part(ShmOperation& operation, ShmMessage& message) {
+    const std::size_t size = std::min(ShmMemory::block_bytes, operation.row - operation.moved);
+    if (size > 0)
+      std::memcpy(memory_->block(rank_, operation.block), operation.input + operation.moved, size);
+    operation.moved += size;
+    message.block = static_cast<std::uint32_t>(operation.block);
+    message.part = static_cast<std::uint32_t>(size);
+  }
+
+  void step_receive(ShmOperation& operation) {
+    const int peer = operation.root;
+    if (operation.slot == ShmMemory::messages) {
+      for (const Operation& earlier :
+           messages_) {  // takes the older message, which may come while this one looks
+        if (earlier.get() == &operation) break;
+        if (earlier->kind == Kind::receive && earlier->root == peer && earlier->tag == operation.tag &&
+            earlier->slot == ShmMemory::messages)
+          return;
+      }
+      std::uint64_t oldest = ~std::uint64_t{0};
+      for (std::size_t i = 0; i < ShmMemory::messages; ++i) {
+        const ShmMessage& message = memory_->message(peer, rank_, i);
+        if (message.state.load() != ShmMessage::announced || message.tag != operation.tag ||
+            message.order >= oldest)
+          continue;
+        oldest = message.order;
+        operation.slot = i;
+      }
+      if (operation.slot == ShmMemory::messages) return;
+      ShmMessage& message = memory_->message(peer, rank_, operation.slot);
+      if (message.bytes != operation.row || message.signature != operation.signature)
+        return end(operation, State::other_message);
+      if (message.block == ShmMemory::blocks) {
+        message.state.store(ShmMessage::wanted);
+        return wake(peer);
+      }
+      return take_part(operation, message);
+    }
+    ShmMessage& message = memory_->message(peer, rank_, operation.slot);
+    if (message.state.load() == ShmMessage::filled) take_part(operation, message);
+  }
+  void take_part(ShmOperation& operation, ShmMessage& message) {
+    const int peer = operation.root;
+    const std::size_t size = message.part;
+    if (size > 0) std::memcpy(operation.output + operation.moved, memory_->block(peer, message.block), size);
+    operation.moved += size;
+    const bool complete = operation.moved == operation.row;
+    message.state.store(complete ? ShmMessage::none : ShmMessage::wanted);
+    wake(peer);
+    if (complete) end(operation, State::complete);
+  }
+
+  const std::shared_ptr<ShmMemory> memory_;
+  const int rank_, ranks_, spins_;
+  std::atomic<int> sleeping_{0};          // threads of this process
+  std::atomic<Clock::rep> next_look_{0};  // for ranks that have ended
+
+  std::mutex mutex_;  // of all below
+  State failed_ = State::pending;
+  std::uint64_t next_ = 0;       // the number of the next piece
+  std::deque<Operation> queue_;  // collectives whose result this rank does not have
+  std::size_t launched_ = 0;     // of them, those of which all pieces are launched
+  std::vector<Operation> messages_;
+  std::vector<std::size_t> free_;  // blocks; the last one was used last
+  std::deque<std::pair<std::uint64_t, std::size_t>>
+      in_use_;  // (piece, block), of pieces not taken by all ranks
+  std::size_t allocated_ = ShmMemory::first_blocks, most_blocks_ = ShmMemory::blocks;
+  std::size_t early_ = 0;             // blocks of messages that no receiver has asked for
+  std::vector<std::uint16_t> busy_;   // for each rank the messages to it that are in flight, a bit each
+  std::vector<std::uint64_t> order_;  // and the number of the next one
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,231 @@
+#pragma once
+
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/detail/shm_memory.hpp"
+#include "lockstep/detail/descriptor.hpp"
+#include "lockstep/detail/format.hpp"
+
+/// How the ranks of a group come to share memory: rank 0 creates it, and passes it over a UNIX socket.
+namespace lockstep::detail {
+
+/// The board on which the ranks find each other. `get` blocks until the key is set.
+struct ShmBoard {
+  std::function<void(const std::string& key, const std::string& value)> set;
+  std::function<std::string(const std::string& key)> get;
+};
+
+/// What the ranks have agreed on: all of them have the memory, or none.
+struct SharedMemory {
+  std::shared_ptr<ShmMemory> memory;  ///< null if they cannot share one
+  bool spins = false;                 ///< there is a core for each rank
+  bool several_hosts = false;
+  std::string obstacle;  ///< why there is none on one host
+};
+
+namespace shm_exchange {
+
+inline constexpr const char *shared = "+", *other_host = "@";
+
+/// Returns an address in the abstract namespace: a socket without a file, which ends with its process.
+inline std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  name.copy(address.sun_path + 1, sizeof address.sun_path - 1);
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+inline bool is_own_user(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
+}
+inline void set_timeout(int socket, std::chrono::milliseconds timeout) {
+  const timeval time{timeout.count() / 1000, timeout.count() % 1000 * 1000};
+  for (const int direction : {SO_RCVTIMEO, SO_SNDTIMEO})
+    setsockopt(socket, SOL_SOCKET, direction, &time, sizeof time);
+}
+/// The control data that carries one descriptor.
+union Control {
+  cmsghdr header;
+  char bytes[CMSG_SPACE(sizeof(int))];
+};
+inline void send_descriptor(int socket, int fd) {
+  char byte = 0;
+  iovec part{&byte, 1};
+  Control control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = sizeof control.bytes;
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof fd);
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  if (sendmsg(socket, &message, MSG_NOSIGNAL) != 1)
+    throw ShmError(formatted("passing the memory to another rank failed: {}", std::strerror(errno)));
+}
+/// Returns no descriptor if the other side has closed the socket.
+inline Descriptor receive_descriptor(int socket) {
+  char byte = 0;
+  iovec part{&byte, 1};
+  Control control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = sizeof control.bytes;
+  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Descriptor();
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+  return Descriptor(fd);
+}
+
+/// Returns what tells hosts apart. Containers of one host have the same.
+inline std::string boot_of_host() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
+}
+
+/// The side of rank 0. Returns what all ranks are told: `shared`, `other_host` or the obstacle.
+inline std::string serve(const ShmBoard& board, int ranks, std::chrono::milliseconds timeout,
+                         std::shared_ptr<ShmMemory>& memory) {
+  Descriptor listener;
+  std::string told, obstacle;
+  try {
+    memory = std::make_shared<ShmMemory>(ShmMemory::create(ranks));
+    memory->begin(0);
+    const std::string name = formatted("lockstep-{}-{:x}", getpid(), std::random_device()());
+    const auto [address, length] = address_of(name);
+    listener = Descriptor(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener.get(), ranks) != 0)
+      throw ShmError(formatted("listening on a UNIX socket failed: {}", std::strerror(errno)));
+    set_timeout(listener.get(), timeout);
+    told = boot_of_host() + "\n" + name;
+  } catch (const ShmError& error) {
+    obstacle = formatted("rank 0: {}", error.what());
+  }
+  board.set("shm/0", told);
+  std::string result = obstacle.empty() ? shared : obstacle;
+  for (int rank = 1; rank < ranks; ++rank)
+    if (const std::string answer = board.get(formatted("shm/{}", rank)); answer != shared && result == shared)
+      result = answer;
+  if (result != shared) return result;
+  std::vector<Descriptor> connections;
+  while (static_cast<int>(connections.size()) + 1 < ranks) {
+    Descriptor connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection.open())
+      return formatted("rank 0: no connection of another rank: {}", std::strerror(errno));
+    if (!is_own_user(connection.get())) return "a process of another user has connected to rank 0";
+    set_timeout(connection.get(), timeout);
+    send_descriptor(connection.get(), memory->fd());
+    connections.push_back(std::move(connection));
+  }
+  for (const Descriptor& connection : connections) {  // each answers, with nothing if all is well, and closes
+    std::string answer;
+    char bytes[256];
+    for (ssize_t got = 0; (got = read(connection.get(), bytes, sizeof bytes)) > 0;)
+      answer.append(bytes, static_cast<std::size_t>(got));
+    if (!answer.empty()) return answer;
+  }
+  return shared;
+}
+
+/// The side of the other ranks.
+inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::milliseconds timeout,
+                 std::shared_ptr<ShmMemory>& memory) {
+  const std::string told = board.get("shm/0");
+  const auto line = told.find('\n');
+  std::string answer = shared;
+  Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (line != std::string::npos) {
+    const auto [address, length] = address_of(told.substr(line + 1));
+    if (told.substr(0, line) != boot_of_host())
+      answer = other_host;
+    else if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+      answer = formatted(
+          "rank {} cannot reach rank 0 by a UNIX socket ({}): are they in different network namespaces?",
+          rank, std::strerror(errno));
+    else if (!is_own_user(connection.get()))
+      answer = formatted("rank {} is a process of another user than rank 0", rank);
+  }
+  board.set(formatted("shm/{}", rank), answer);
+  if (line == std::string::npos || answer != shared) return;
+  set_timeout(connection.get(), timeout);
+  try {
+    Descriptor fd = receive_descriptor(connection.get());
+    if (!fd.open()) return;
+    memory = std::make_shared<ShmMemory>(std::move(fd), ranks);
+    memory->begin(rank);
+  } catch (const ShmError& error) {
+    static_cast<void>(write_all(connection.get(), formatted("rank {}: {}", rank, error.what())));
+  }
+}
+
+}  // namespace shm_exchange
+
+/// Makes the memory of the ranks of a group, or finds why they cannot share one. Collective over the ranks that have
+/// the board; rank 0 decides for all. Throws what the board throws.
+inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
+                                 std::chrono::milliseconds timeout) {
+  std::string decision;
+  SharedMemory result;
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  sched_getaffinity(0, sizeof own, &own);
+  const auto add_cores = [&](const ShmMemory& memory) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &own)) memory.cores(cpu / 64).fetch_or(std::uint64_t{1} << (cpu % 64));
+  };
+  if (ranks > ShmMemory::most_ranks) {
+    result.obstacle = formatted("more than {} ranks", ShmMemory::most_ranks);
+    return result;
+  }
+  if (rank == 0) {
+    try {
+      decision = shm_exchange::serve(board, ranks, timeout, result.memory);
+    } catch (const ShmError& error) {
+      decision = error.what();
+    }
+    if (result.memory) add_cores(*result.memory);
+    board.set("shm", decision);
+  } else {
+    shm_exchange::join(board, rank, ranks, timeout, result.memory);
+    if (result.memory) add_cores(*result.memory);
+    decision = board.get("shm");
+  }
+  if (decision == shm_exchange::shared && result.memory) {
+    int cores = 0;
+    for (int word = 0; word < CPU_SETSIZE / 64; ++word)
+      cores += __builtin_popcountll(result.memory->cores(word).load());
+    result.spins = cores >= ranks;
+    return result;
+  }
+  result.memory.reset();
+  result.several_hosts = decision == shm_exchange::other_host;
+  if (!result.several_hosts) result.obstacle = decision;
+  return result;
+}
+
+}  // namespace lockstep::detail

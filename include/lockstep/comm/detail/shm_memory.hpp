@@ -1,0 +1,252 @@
+#pragma once
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "lockstep/detail/descriptor.hpp"
+#include "lockstep/detail/format.hpp"
+
+namespace lockstep::detail {
+
+/// Why ranks cannot share memory.
+struct ShmError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What the ranks share of one piece of a collective. Piece p uses slot p % slots once `open` is p, and the last rank
+/// to take its result opens the slot for piece p + slots.
+struct ShmSlot {
+  std::atomic<std::uint64_t> open;       ///< the number of the piece
+  std::atomic<std::uint64_t> signature;  ///< of the operation, set by the first rank that comes
+  std::atomic<std::uint32_t> arrived;  ///< ranks that have launched the piece: its result exists if all have
+  std::atomic<std::uint32_t> claimed, reduced;  ///< parts of a sum that some rank computes, or has computed
+  std::atomic<std::uint32_t> taken;             ///< ranks that have the result
+
+  /// The block of a rank that holds its input. Written before the rank arrives.
+  [[nodiscard]] std::uint16_t& block(int rank) { return reinterpret_cast<std::uint16_t*>(this + 1)[rank]; }
+};
+static_assert(sizeof(ShmSlot) == 32);
+
+/// What a rank tells the others.
+struct alignas(64) ShmRank {
+  std::atomic<std::uint32_t> bell;      ///< changes when the rank is to wake up
+  std::atomic<std::int32_t> process;    ///< its pid, 0 before ShmMemory::begin
+  std::atomic<std::uint64_t> launched;  ///< the number of its next piece
+};
+
+/// A message on its way between two ranks.
+struct alignas(64) ShmMessage {
+  enum State : std::uint32_t {
+    none,       ///< set by the receiver, who has all of it
+    announced,  ///< by the sender
+    wanted,     ///< by the receiver, who has found it, or has taken a part
+    filled,     ///< by the sender, who has copied the next part into its block
+  };
+  std::atomic<std::uint32_t> state;
+  std::int32_t tag;
+  std::uint64_t bytes, signature, order;
+  std::uint32_t block, part;
+};
+
+/// The memory that the ranks of a group on one host share: a memfd without a name, which ends with the last process
+/// that has it. It is sealed at its whole size, so that no process can make another one fail by SIGBUS; its pages are
+/// allocated as they are used, at most `blocks` blocks for each rank. A forked child does not have the mapping.
+class ShmMemory {
+ public:
+  static constexpr std::size_t slots = 1024, blocks = 512, block_bytes = std::size_t{256} << 10,
+                               messages = 16;
+  static constexpr std::size_t first_blocks = 2;  // with which a rank begins
+  static constexpr int most_ranks = 256;
+
+  /// Creates the memory of `ranks` ranks. Throws ShmError.
+  static ShmMemory create(int ranks) {
+    Descriptor fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!fd.open()) throw ShmError(failed("memfd_create"));
+    if (ftruncate(fd.get(), static_cast<off_t>(size_for(ranks))) != 0)
+      throw ShmError(failed("ftruncate of a memfd"));
+    if (fcntl(fd.get(), F_ADD_SEALS, seals) != 0) throw ShmError(failed("sealing a memfd"));
+    ShmMemory memory(std::move(fd), ranks);
+    if (!memory.allocate(0, memory.messages_))
+      throw ShmError(formatted("there are no {} KiB of memory left for its state", memory.messages_ >> 10));
+    for (std::size_t i = 0; i < slots; ++i) memory.slot(i).open.store(i, std::memory_order_relaxed);
+    return memory;
+  }
+  /// Maps the memory that another rank has created. Throws ShmError.
+  ShmMemory(Descriptor fd, int ranks)
+      : fd_(std::move(fd)), ranks_(static_cast<std::size_t>(ranks)), size_(size_for(ranks)) {
+    const off_t size = lseek(fd_.get(), 0, SEEK_END);
+    if (static_cast<std::size_t>(size) != size_ || (fcntl(fd_.get(), F_GET_SEALS) & seals) != seals)
+      throw ShmError("the memory of the group is not what this version of lockstep makes");
+    void* const mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    if (mapped == MAP_FAILED)
+      throw ShmError(failed(formatted("mapping {} MiB (ulimit -v limits it)", size_ >> 20)));
+    base_ = static_cast<char*>(mapped);
+    madvise(base_, size_, MADV_DONTFORK);
+    slots_ = page_bytes + ranks_ * sizeof(ShmRank);
+    messages_ = ceil_to(slots_ + slots * slot_bytes(ranks_), page_bytes);
+    blocks_ = ceil_to(messages_ + ranks_ * message_bytes(ranks_), block_bytes);
+  }
+  ShmMemory(ShmMemory&& other) noexcept
+      : fd_(std::move(other.fd_)),
+        base_(std::exchange(other.base_, nullptr)),
+        ranks_(other.ranks_),
+        size_(other.size_),
+        slots_(other.slots_),
+        messages_(other.messages_),
+        blocks_(other.blocks_) {}
+  ShmMemory& operator=(ShmMemory&&) = delete;
+  ~ShmMemory() {
+    if (base_ != nullptr) munmap(base_, size_);
+  }
+
+  [[nodiscard]] int fd() const { return fd_.get(); }
+  [[nodiscard]] int ranks() const { return static_cast<int>(ranks_); }
+
+  /// Ranks that sleep, a bit each: who changes what others wait for wakes them.
+  [[nodiscard]] std::atomic<std::uint64_t>& sleepers(int word) const { return words()[word]; }
+  /// Ranks that sleep until a slot opens.
+  [[nodiscard]] std::atomic<std::uint64_t>& starved(int word) const { return words()[8 + word]; }
+  /// Not zero after ranks have launched different operations.
+  [[nodiscard]] std::atomic<std::uint64_t>& mismatch() const { return words()[16]; }
+  /// The cores on which the ranks may run, a bit each.
+  [[nodiscard]] std::atomic<std::uint64_t>& cores(int word) const { return words()[32 + word]; }
+  [[nodiscard]] ShmRank& rank(int rank) const { return reinterpret_cast<ShmRank*>(base_ + page_bytes)[rank]; }
+  [[nodiscard]] ShmSlot& slot(std::uint64_t piece) const {
+    return *reinterpret_cast<ShmSlot*>(base_ + slots_ + piece % slots * slot_bytes(ranks_));
+  }
+  [[nodiscard]] ShmMessage& message(int from, int to, std::size_t number) const {
+    return reinterpret_cast<ShmMessage*>(base_ + messages_ +
+                                         index(from) * message_bytes(ranks_))[index(to) * messages + number];
+  }
+  [[nodiscard]] char* block(int rank, std::size_t number) const { return base_ + block_at(rank, number); }
+
+  /// Allocates what this process needs to be a rank, and locks the rank's byte: the system unlocks it when the process
+  /// ends, however it does, and a forked child does not have the lock. Throws ShmError.
+  void begin(int rank) const {
+    if (!allocate(messages_ + index(rank) * message_bytes(ranks_), message_bytes(ranks_)) ||
+        !allocate_blocks(rank, 0, first_blocks))
+      throw ShmError(formatted("there are no {} KiB of memory left", first_blocks * block_bytes >> 10));
+    struct flock lock = byte_of(rank);
+    if (fcntl(fd_.get(), F_SETLK, &lock) != 0) throw ShmError(failed("locking a byte of a memfd"));
+    this->rank(rank).process.store(getpid());
+  }
+  /// Returns whether the process of a rank has ended.
+  [[nodiscard]] bool has_ended(int rank) const {
+    const pid_t process = this->rank(rank).process.load();
+    struct flock lock = byte_of(rank);
+    return process != 0 && process != getpid() && fcntl(fd_.get(), F_GETLK, &lock) == 0 &&
+           lock.l_type == F_UNLCK;
+  }
+  /// Allocates `count` more blocks of a rank. Returns false if there is no memory.
+  [[nodiscard]] bool allocate_blocks(int rank, std::size_t first, std::size_t count) const {
+    return allocate(block_at(rank, first), count * block_bytes);
+  }
+
+ private:
+  static constexpr std::size_t page_bytes = 4096, line_bytes = 64;
+  static constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+  static std::string failed(const std::string& what) { return what + " failed: " + std::strerror(errno); }
+  static std::size_t ceil_to(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
+  static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+  static std::size_t slot_bytes(std::size_t ranks) {
+    return ceil_to(sizeof(ShmSlot) + 2 * ranks, line_bytes);
+  }
+  static std::size_t message_bytes(std::size_t ranks) {
+    return ceil_to(ranks * messages * sizeof(ShmMessage), page_bytes);
+  }
+  static std::size_t size_for(int ranks) {
+    const std::size_t n = index(ranks);
+    const std::size_t head =
+        ceil_to(page_bytes + n * sizeof(ShmRank) + slots * slot_bytes(n), page_bytes) + n * message_bytes(n);
+    return ceil_to(head, block_bytes) + n * blocks * block_bytes;
+  }
+
+  static struct flock byte_of(int rank) {
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = rank;
+    lock.l_len = 1;
+    return lock;
+  }
+  [[nodiscard]] std::atomic<std::uint64_t>* words() const {
+    return reinterpret_cast<std::atomic<std::uint64_t>*>(base_);
+  }
+  [[nodiscard]] std::size_t block_at(int rank, std::size_t number) const {
+    return blocks_ + (index(rank) * blocks + number) * block_bytes;
+  }
+  // Without this a page that the system cannot give would end the process when it is first written.
+  [[nodiscard]] bool allocate(std::size_t offset, std::size_t bytes) const {
+    if (memory_left() < bytes) return false;
+    int result = 0;
+    do {
+      result = fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+    } while (result != 0 && errno == EINTR);
+    return result == 0;
+  }
+  // Returns the bytes that the memory cgroup and the host still have: beyond them the kernel would end a process.
+  static std::size_t memory_left() {
+    const auto number_after = [](const char* path, const std::string& name) {
+      std::ifstream file(path);
+      std::string word;
+      std::size_t value = 0;
+      while (file >> word)
+        if (word == name && file >> value) break;
+      return value;
+    };
+    std::size_t left = std::numeric_limits<std::size_t>::max();
+    if (const std::size_t host = number_after("/proc/meminfo", "MemAvailable:"); host != 0) left = host << 10;
+    std::string line, group = "/sys/fs/cgroup";
+    for (std::ifstream own("/proc/self/cgroup"); std::getline(own, line);)
+      if (line.starts_with("0::/")) group += line.substr(3);
+    for (; group.size() >= std::strlen("/sys/fs/cgroup"); group.resize(group.rfind('/'))) {
+      std::size_t most = 0, used = 0;
+      if (std::ifstream(group + "/memory.max") >> most && std::ifstream(group + "/memory.current") >> used) {
+        const auto files = group + "/memory.stat";
+        const std::size_t free =
+            most + number_after(files.c_str(), "inactive_file") + number_after(files.c_str(), "active_file");
+        left = std::min(left, free - std::min(free, used));
+      }
+    }
+    return left;
+  }
+
+  Descriptor fd_;
+  char* base_ = nullptr;
+  std::size_t ranks_, size_, slots_ = 0, messages_ = 0, blocks_ = 0;
+};
+
+/// Blocks while `word` is `value`, at most until `until`. May return early.
+inline void await_change(std::atomic<std::uint32_t>& word, std::uint32_t value,
+                         std::chrono::steady_clock::time_point until) {
+  const auto left = std::max(std::chrono::nanoseconds(0),
+                             std::chrono::nanoseconds(until - std::chrono::steady_clock::now()));
+  const timespec time{left.count() / 1'000'000'000, left.count() % 1'000'000'000};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &time, nullptr, 0);
+}
+/// Changes `word` and wakes all threads of all processes that wait for that.
+inline void change(std::atomic<std::uint32_t>& word) {
+  word.fetch_add(1, std::memory_order_release);
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace lockstep::detail

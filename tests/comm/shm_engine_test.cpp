@@ -1,0 +1,313 @@
+// The engine of shared memory, whose ranks are threads here: random programs, each result compared with what a plain loop
+// gives; limits of the memory; ends.
+#include "lockstep/comm/detail/shm_engine.hpp"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/detail/shm_exchange.hpp"
+#include "support/catch.hpp"
+
+namespace shm_engine_test {
+
+using namespace lockstep::detail;
+using Kind = ShmOperation::Kind;
+using State = ShmOperation::State;
+using Clock = ShmEngine::Clock;
+using Values = std::vector<std::uint32_t>;
+
+std::shared_ptr<ShmMemory> memory_of(int ranks) {
+  auto memory = std::make_shared<ShmMemory>(ShmMemory::create(ranks));
+  for (int rank = 0; rank < ranks; ++rank) memory->begin(rank);
+  return memory;
+}
+void on_all(int ranks, const std::function<void(int rank)>& run) {
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(run, rank);
+}
+
+struct Own : ShmOperation {
+  Values in, out;
+};
+// A step of a program, the same on all ranks. `from` sends to `root`, of a message.
+struct Step {
+  Kind kind;
+  int root, from;
+  std::size_t count;  // of a row
+};
+
+std::uint32_t value_of(int rank, std::size_t step, std::size_t i) {
+  return static_cast<std::uint32_t>(rank * 1000003 + static_cast<int>(step) * 7919) +
+         static_cast<std::uint32_t>(i);
+}
+
+std::shared_ptr<Own> make(const Step& step, std::size_t number, int rank, int ranks) {
+  const auto n = static_cast<std::size_t>(ranks);
+  const bool many_in =
+      step.kind == Kind::scatter || step.kind == Kind::all_to_all || step.kind == Kind::reduce_scatter;
+  const bool many_out =
+      step.kind == Kind::all_gather || step.kind == Kind::gather || step.kind == Kind::all_to_all;
+  auto own = std::make_shared<Own>();
+  own->kind = step.kind;
+  own->root = step.root;
+  own->rows = many_in ? n : 1;
+  own->row = step.kind == Kind::barrier ? 0 : step.count * 4;
+  own->fold = fold<std::uint32_t, AddElements>;
+  own->chunk =
+      step.kind == Kind::barrier ? 0 : gloo_chunk_bytes(own->rows * own->row, 4, std::max<std::size_t>(2, n));
+  own->signature = number + 1;
+  for (std::size_t i = 0; i < step.count * own->rows; ++i) own->in.push_back(value_of(rank, number, i));
+  own->out.assign(step.count * (many_out ? n : 1), 0);
+  own->input = reinterpret_cast<const char*>(own->in.data());
+  own->output = reinterpret_cast<char*>(own->out.data());
+  return own;
+}
+
+// Whether the output of `rank` is right.
+bool right(const Own& own, const Step& step, std::size_t number, int rank, int ranks) {
+  const auto sum = [&](std::size_t i) {
+    std::uint32_t total = 0;
+    for (int r = 0; r < ranks; ++r) total += value_of(r, number, i);
+    return total;
+  };
+  const auto expected = [&](std::size_t i) -> std::uint32_t {
+    const std::size_t row = i / step.count, column = i % step.count;
+    const auto mine = static_cast<std::size_t>(rank) * step.count + column;
+    switch (step.kind) {
+      case Kind::broadcast:
+        return value_of(step.root, number, i);
+      case Kind::all_reduce:
+      case Kind::reduce:
+        return sum(i);
+      case Kind::all_gather:
+      case Kind::gather:
+        return value_of(static_cast<int>(row), number, column);
+      case Kind::scatter:
+        return value_of(step.root, number, mine);
+      case Kind::all_to_all:
+        return value_of(static_cast<int>(row), number, mine);
+      case Kind::reduce_scatter:
+        return sum(mine);
+      default:
+        return 0;
+    }
+  };
+  const bool at_root = step.kind == Kind::reduce || step.kind == Kind::gather;
+  if (step.kind == Kind::barrier || (at_root && rank != step.root) ||
+      (step.kind == Kind::broadcast && rank == step.root))
+    return true;
+  for (std::size_t i = 0; i < own.out.size(); ++i)
+    if (own.out[i] != expected(i)) return false;
+  return true;
+}
+
+bool run_program(unsigned seed, int ranks, std::size_t steps) {
+  std::mt19937 random(seed);
+  const auto draw = [&](std::size_t most) { return static_cast<std::size_t>(random() % (most + 1)); };
+  std::vector<Step> program;
+  const std::size_t sizes[] = {1, 100, 5000, 70000, 200000};
+  for (std::size_t i = 0; i < steps; ++i)
+    program.push_back({static_cast<Kind>(draw(8)),
+                       static_cast<int>(draw(static_cast<std::size_t>(ranks) - 1)), 0,
+                       1 + draw(sizes[draw(4)])});
+  const auto memory = memory_of(ranks);
+  std::atomic<bool> good{true};
+  on_all(ranks, [&](int rank) {
+    ShmEngine engine(memory, rank, seed % 2 == 0);
+    std::mt19937 own(seed * 100 + static_cast<unsigned>(rank));
+    std::vector<std::pair<std::shared_ptr<Own>, std::size_t>> flying;
+    const auto finish = [&](std::size_t which) {
+      const auto [operation, number] = flying[which];
+      flying.erase(flying.begin() + static_cast<std::ptrdiff_t>(which));
+      if (!engine.wait_until(*operation, Clock::now() + std::chrono::seconds(60)) ||
+          operation->state.load() != State::complete ||
+          !right(*operation, program[number], number, rank, ranks))
+        good = false;
+    };
+    for (std::size_t i = 0; i < program.size() && good; ++i) {
+      flying.emplace_back(make(program[i], i, rank, ranks), i);
+      engine.launch(flying.back().first);
+      while (!flying.empty() && good && own() % 3 == 0) finish(own() % flying.size());
+      if (own() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
+    }
+    while (!flying.empty() && good) finish(flying.size() - 1);
+    if (!engine.drain(Clock::now() + std::chrono::seconds(60))) good = false;
+  });
+  return good;
+}
+
+TEST_CASE("random programs of collectives give what a plain loop gives") {
+  for (unsigned seed = 0; seed < 24; ++seed) {
+    const int ranks = 1 + static_cast<int>(seed % 5);
+    CAPTURE(seed, ranks);
+    REQUIRE(run_program(seed, ranks, 60));
+  }
+}
+
+TEST_CASE("many random programs", "[.release]") {
+  for (unsigned seed = 100; seed < 400; ++seed) {
+    const int ranks = 2 + static_cast<int>(seed % 7);
+    CAPTURE(seed, ranks);
+    REQUIRE(run_program(seed, ranks, 100));
+  }
+}
+
+TEST_CASE("messages of any size and tag arrive, in the order of their tag, whichever is asked for first") {
+  constexpr int ranks = 3;
+  constexpr std::size_t count = 40;
+  const auto memory = memory_of(ranks);
+  std::atomic<bool> good{true};
+  on_all(ranks, [&](int rank) {
+    ShmEngine engine(memory, rank, false);
+    std::mt19937 random(7);
+    std::vector<std::shared_ptr<Own>> sent, received;
+    std::vector<std::pair<int, std::size_t>> expected;
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t size = random() % 4 == 0 ? 300000 : random() % 2000;
+      const int tag = static_cast<int>(random() % 3);
+      for (int other = 0; other < ranks; ++other) {
+        if (other == rank) continue;
+        auto message = std::make_shared<Own>();
+        message->kind = Kind::send;
+        message->root = other;
+        message->tag = tag;
+        message->row = size * 4;
+        message->signature = 9;
+        for (std::size_t k = 0; k < size; ++k) message->in.push_back(value_of(rank, i, k));
+        message->input = reinterpret_cast<const char*>(message->in.data());
+        engine.launch(message);
+        sent.push_back(message);
+        auto to = std::make_shared<Own>();
+        to->kind = Kind::receive;
+        to->root = other;
+        to->tag = tag;
+        to->row = size * 4;
+        to->signature = 9;
+        to->out.assign(size, 0);
+        to->output = reinterpret_cast<char*>(to->out.data());
+        received.push_back(to);
+        expected.emplace_back(other, i);
+      }
+      if (i % 8 != 7) continue;  // ask for the last eight
+      for (std::size_t k = received.size() - 16; k < received.size(); ++k) engine.launch(received[k]);
+    }
+    for (std::size_t k = 0; k < received.size(); ++k) {
+      if (!engine.wait_until(*received[k], Clock::now() + std::chrono::seconds(60))) good = false;
+      for (std::size_t i = 0; i < received[k]->out.size(); ++i)
+        if (received[k]->out[i] != value_of(expected[k].first, expected[k].second, i)) good = false;
+    }
+    for (const auto& message : sent)
+      if (!engine.wait_until(*message, Clock::now() + std::chrono::seconds(60))) good = false;
+  });
+  CHECK(good);
+}
+
+TEST_CASE("another operation on one rank ends all operations of all ranks, and an abort those of its own") {
+  const auto memory = memory_of(2);
+  State states[2] = {};
+  on_all(2, [&](int rank) {
+    ShmEngine engine(memory, rank, false);
+    const auto operation = make({Kind::all_reduce, 0, 0, 10}, static_cast<std::size_t>(rank), rank, 2);
+    engine.launch(operation);
+    engine.wait_until(*operation, Clock::now() + std::chrono::seconds(60));
+    states[rank] = operation->state.load();
+  });
+  CHECK(states[0] == State::mismatch);
+  CHECK(states[1] == State::mismatch);
+
+  const auto alone = memory_of(2);
+  ShmEngine engine(alone, 0, false);
+  const auto operation = make({Kind::all_reduce, 0, 0, 10}, 0, 0, 2);
+  bool failed = false;
+  engine.at_end(*operation, [&](bool error) { failed = error; });
+  engine.launch(operation);
+  CHECK_FALSE(engine.wait_until(*operation, Clock::now() + std::chrono::milliseconds(20)));
+  std::jthread aborts([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    engine.abort();
+  });
+  const auto begin = Clock::now();
+  CHECK(engine.wait_until(*operation, begin + std::chrono::seconds(60)));
+  CHECK(Clock::now() - begin < std::chrono::seconds(30));
+  CHECK(operation->state.load() == State::aborted);
+  CHECK(failed);
+}
+
+TEST_CASE("a rank completes what all have launched, although another one has died since, and nothing else") {
+  const auto memory = std::make_shared<ShmMemory>(ShmMemory::create(2));
+  memory->begin(0);
+  const pid_t child = fork();
+  if (child == 0) {  // has no mapping of its parent's memory
+    const auto own = std::make_shared<ShmMemory>(Descriptor(dup(memory->fd())), 2);
+    own->begin(1);
+    ShmEngine engine(own, 1, false);
+    engine.launch(make({Kind::all_reduce, 0, 0, 1000}, 0, 1, 2));
+    raise(SIGKILL);
+  }
+  waitpid(child, nullptr, 0);
+  ShmEngine engine(memory, 0, false);
+  const auto operation = make({Kind::all_reduce, 0, 0, 1000}, 0, 0, 2);
+  engine.launch(operation);
+  CHECK(engine.wait_until(*operation, Clock::now() + std::chrono::seconds(5)));
+  CHECK(right(*operation, {Kind::all_reduce, 0, 0, 1000}, 0, 0, 2));
+  const auto later = make({Kind::barrier, 0, 0, 0}, 1, 0, 2);
+  engine.launch(later);
+  CHECK(engine.wait_until(*later, Clock::now() + std::chrono::seconds(30)));
+  CHECK(later->state.load() == State::rank_ended);
+}
+
+// A board for threads.
+struct Board {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, std::string> values;
+  ShmBoard board() {
+    return {[this](const std::string& key, const std::string& value) {
+              const std::lock_guard lock(mutex);
+              values[key] = value;
+              changed.notify_all();
+            },
+            [this](const std::string& key) {
+              std::unique_lock lock(mutex);
+              changed.wait(lock, [&] { return values.contains(key); });
+              return values[key];
+            }};
+  }
+};
+
+TEST_CASE("all ranks get the memory, or all get the reason why there is none") {
+  const bool other_host = GENERATE(false, true);
+  Board board;
+  SharedMemory shared[3];
+  on_all(3, [&](int rank) {
+    ShmBoard own = board.board();
+    if (other_host && rank == 2)  // as if rank 0 were elsewhere
+      own.get = [get = own.get](const std::string& key) {
+        return (key == "shm/0" ? "elsewhere" : "") + get(key);
+      };
+    shared[rank] = share_memory(own, rank, 3, std::chrono::seconds(10));
+  });
+  for (const SharedMemory& one : shared) {
+    CHECK((one.memory != nullptr) == !other_host);
+    CHECK(one.several_hosts == other_host);
+    CHECK(one.obstacle == "");
+  }
+}
+
+}  // namespace shm_engine_test

@@ -1,0 +1,216 @@
+// ShmComm and its backend: the bits of Gloo, bounded memory, and no order in which ranks must wait.
+#include "lockstep/comm/shm_comm.hpp"
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/comm/detail/shm_backend.hpp"
+#include "lockstep/comm/detail/shm_exchange.hpp"
+#include "lockstep/detail/process_group_gloo.hpp"
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+namespace shm_ranks_test {
+
+using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+c10::intrusive_ptr<c10d::Store> new_store() {
+  static int made = 0;
+  if (test_world().size() == 1) return c10::make_intrusive<c10d::HashStore>();
+  return c10::make_intrusive<c10d::PrefixStore>("test/shm " + std::to_string(made++), test_world().store());
+}
+Backend shm_backend() {
+  const auto store = new_store();
+  auto shared = lockstep::detail::share_memory(
+      {[&](const std::string& key, const std::string& value) { store->set(key, value); },
+       [&](const std::string& key) { return store->get_to_str(key); }},
+      test_world().rank(), test_world().size(), std::chrono::seconds(30));
+  REQUIRE(shared.obstacle == "");
+  return c10::make_intrusive<lockstep::detail::ShmBackend>(std::move(shared.memory), test_world().rank(),
+                                                          shared.spins);
+}
+Backend gloo_backend() {
+  auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
+  options->devices = {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(new_store(), test_world().rank(), test_world().size(), options);
+}
+
+// Numbers of this rank that round differently in another order of the ranks.
+at::Tensor drawn(std::int64_t count, at::ScalarType type) {
+  const at::Tensor numbers = torch::randn({count}, at::kFloat) * 100;
+  if (type == at::kBool) return numbers > 0;
+  return numbers.to(type);
+}
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return at::equal(a.view({-1}).view(at::kByte), b.view({-1}).view(at::kByte));
+}
+
+void check_bits(const std::vector<std::int64_t>& counts, const std::vector<at::ScalarType>& types,
+                const std::vector<c10d::ReduceOp::RedOpType>& ops) {
+  const auto shm = shm_backend(), gloo = gloo_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  torch::manual_seed(100 + rank);
+  for (const auto type : types)
+    for (const auto op : ops)
+      for (const std::int64_t count : counts) {
+        CAPTURE(c10::toString(type), static_cast<int>(op), count);
+        const at::Tensor input = drawn(count, type);
+        const auto both = [&](const auto& run) {
+          std::vector<at::Tensor> one{input.clone()}, other{input.clone()};
+          run(*gloo, one);
+          run(*shm, other);
+          return std::pair{one[0], other[0]};
+        };
+        const auto [sum, own_sum] = both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
+          backend.allreduce(tensors, {.reduceOp = op})->wait();
+        });
+        CHECK(same_bits(sum, own_sum));
+        const int root = ranks - 1;
+        const auto [reduced, own_reduced] = both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
+          backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
+        });
+        if (rank == root) CHECK(same_bits(reduced, own_reduced));
+        // Not every LibTorch has a reduce-scatter over Gloo: it is the slice of an all-reduce.
+        at::Tensor whole = drawn(count * ranks, type), part = at::empty({count}, type);
+        std::vector<at::Tensor> all{whole.clone()};
+        gloo->allreduce(all, {.reduceOp = op})->wait();
+        lockstep::detail::reduce_scatter_single(*shm, part, whole, c10d::ReduceScatterOptions{.reduceOp = op})->wait();
+        CHECK(same_bits(all[0].narrow(0, rank * count, count), part));
+      }
+}
+
+using Op = c10d::ReduceOp;
+
+TEST_CASE("sums, products, least and greatest have the bits of Gloo") {
+  check_bits({1, 7, 1000, 70001}, {at::kFloat, at::kHalf, at::kLong}, {Op::SUM, Op::MAX});
+  check_bits({3000001}, {at::kFloat}, {Op::SUM});
+}
+
+TEST_CASE("every dtype and operation has the bits of Gloo", "[.release]") {
+  check_bits({1, 2, 5, 64, 1021, 262145},
+             {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong},
+             {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX});
+  check_bits({5000003}, {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}, {Op::SUM});
+}
+
+TEST_CASE("what Gloo cannot reduce is refused") {
+  const auto shm = shm_backend();
+  for (const auto type : {at::kShort, at::kComplexFloat}) {
+    std::vector<at::Tensor> tensors{at::ones({4}, type)};
+    CHECK_THROWS(shm->allreduce(tensors));
+  }
+}
+
+TEST_CASE("of a NaN and a number the result is Gloo's") {
+  const auto shm = shm_backend(), gloo = gloo_backend();
+  for (const auto op : {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX})
+    for (int nan = 0; nan < test_world().size(); ++nan) {
+      CAPTURE(static_cast<int>(op), nan);
+      at::Tensor input = at::arange(0, 60, at::kFloat) * (test_world().rank() + 1);
+      if (test_world().rank() == nan) input.fill_(std::numeric_limits<float>::quiet_NaN());
+      std::vector<at::Tensor> one{input.clone()}, other{input.clone()};
+      gloo->allreduce(one, {.reduceOp = op})->wait();
+      shm->allreduce(other, {.reduceOp = op})->wait();
+      CHECK(at::equal(one[0].isnan(), other[0].isnan()));
+    }
+}
+
+TEST_CASE("a sum of bool is a logical or, and a product a logical and") {
+  const auto shm = shm_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  std::vector<at::Tensor> any{at::zeros({ranks + 1}, at::kBool)}, all{at::ones({ranks + 1}, at::kBool)};
+  any[0][rank] = true;
+  all[0][rank] = false;
+  shm->allreduce(any)->wait();
+  shm->allreduce(all, {.reduceOp = Op::PRODUCT})->wait();
+  for (int i = 0; i <= ranks; ++i) {
+    CHECK(any[0].data_ptr<bool>()[i] == (i < ranks));
+    CHECK(all[0].data_ptr<bool>()[i] == (i == ranks));
+  }
+}
+
+TEST_CASE("collectives that move bytes") {
+  const auto shm = shm_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  for (const std::int64_t count : {1, 1000, 300000}) {
+    const at::Tensor own = at::arange(count, at::kInt) + rank * 1000;
+    const auto of = [&](int other) { return at::arange(count, at::kInt) + other * 1000; };
+    std::vector<at::Tensor> tensors{own.clone()};
+    shm->broadcast(tensors, {.rootRank = ranks - 1})->wait();
+    CHECK(at::equal(tensors[0], of(ranks - 1)));
+    std::vector<std::vector<at::Tensor>> lists(1), to_root(1);
+    for (int i = 0; i < ranks; ++i) lists[0].push_back(at::empty({count}, at::kInt));
+    std::vector<at::Tensor> input{own};
+    shm->allgather(lists, input)->wait();
+    if (rank == 0)
+      for (int i = 0; i < ranks; ++i) to_root[0].push_back(at::empty({count}, at::kInt));
+    shm->gather(to_root, input, {.rootRank = 0})->wait();
+    for (int i = 0; i < ranks; ++i) {
+      CHECK(at::equal(lists[0][static_cast<std::size_t>(i)], of(i)));
+      if (rank == 0) CHECK(at::equal(to_root[0][static_cast<std::size_t>(i)], of(i)));
+    }
+    std::vector<at::Tensor> part{at::empty({count}, at::kInt)};
+    shm->scatter(part, to_root, {.rootRank = 0})->wait();
+    CHECK(at::equal(part[0], own));
+    at::Tensor rows = own.repeat({ranks}), received = at::empty_like(rows);
+    lockstep::detail::all_to_all_single(*shm, received, rows)->wait();
+    for (int i = 0; i < ranks; ++i) CHECK(at::equal(received.view({ranks, -1})[i], of(i)));
+  }
+  shm->barrier()->wait();
+}
+
+TEST_CASE("an average is the sum divided by the number of ranks") {
+  const auto shm = shm_backend();
+  std::vector<at::Tensor> tensors{at::full({5}, test_world().rank() + 1.0)};
+  shm->allreduce(tensors, {.reduceOp = Op::AVG})->wait();
+  CHECK(tensors[0][4].item<double>() == (test_world().size() + 1) / 2.0);
+}
+
+TEST_CASE("more than the memory holds is in flight, and a large message, in any order") {
+  lockstep::ShmComm comm{test_world()};
+  const int rank = comm.rank(), ranks = comm.size();
+  const std::int64_t count = 10 << 20;  // 40 MiB
+  std::vector<at::Tensor> tensors;
+  std::vector<lockstep::ShmComm::Work> works;
+  for (int i = 0; i < 6; ++i) {
+    tensors.push_back(at::full({count}, rank + i, at::kFloat));
+    works.push_back(comm.all_reduce(tensors.back()));
+  }
+  for (std::size_t i = works.size(); i-- > 0;) {  // the last first
+    works[i].wait();
+    CHECK(tensors[i][count - 1].item<float>() ==
+          static_cast<float>(ranks * (ranks - 1) / 2 + static_cast<int>(i) * ranks));
+  }
+  if (ranks == 1) return;
+  const int next = (rank + 1) % ranks, before = (rank + ranks - 1) % ranks;
+  const at::Tensor large = at::full({count}, rank, at::kFloat), small = at::full({3}, rank, at::kFloat);
+  at::Tensor large_in = at::empty({count}, at::kFloat), small_in = at::empty({3}, at::kFloat);
+  auto first = comm.send(large, next, 7), second = comm.send(small, next, 8);
+  comm.recv(small_in, before, 8).wait();
+  comm.recv(large_in, before, 7).wait();
+  first.wait();
+  second.wait();
+  CHECK(small_in[2].item<float>() == static_cast<float>(before));
+  CHECK(large_in[count - 1].item<float>() == static_cast<float>(before));
+}
+
+TEST_CASE("a wait on one communicator moves the others on, whichever a rank waits for") {
+  lockstep::ShmComm one{test_world()}, other{test_world()};
+  const std::int64_t count = 50 << 20;  // 200 MiB, more than a rank may have in flight
+  at::Tensor a = at::ones({count}), b = at::ones({count});
+  auto first = one.all_reduce(a), second = other.all_reduce(b);
+  (one.rank() % 2 == 0 ? first : second).wait();
+  (one.rank() % 2 == 0 ? second : first).wait();
+  CHECK(a[count - 1].item<float>() == static_cast<float>(one.size()));
+  CHECK(b[0].item<float>() == static_cast<float>(one.size()));
+}
+
+}  // namespace shm_ranks_test
