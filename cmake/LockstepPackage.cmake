@@ -18,6 +18,7 @@ install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersion.cmake
   cmake/LockstepCompiled.cmake
   cmake/LockstepCuda.cmake
+  cmake/LockstepMpi.cmake
   cmake/LockstepToolchain.cmake
   cmake/LockstepTorch.cmake
   cmake/LockstepTorchInspect.cmake

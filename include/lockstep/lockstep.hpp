@@ -12,6 +12,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
+#include "lockstep/comm/shm_comm.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"

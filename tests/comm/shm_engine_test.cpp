@@ -2,6 +2,7 @@
 // gives; limits of the memory; ends.
 #include "lockstep/comm/detail/shm_engine.hpp"
 
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -270,6 +272,37 @@ TEST_CASE("a rank completes what all have launched, although another one has die
   engine.launch(later);
   CHECK(engine.wait_until(*later, Clock::now() + std::chrono::seconds(30)));
   CHECK(later->state.load() == State::rank_ended);
+}
+
+TEST_CASE("a limit of the process is a reason, and not its end") {
+  for (const auto limit : {RLIMIT_FSIZE, RLIMIT_AS}) {
+    CAPTURE(static_cast<int>(limit));
+    const pid_t child = fork();
+    if (child == 0) {
+      const rlimit small{std::size_t{200} << 20, std::size_t{200} << 20};
+      setrlimit(limit, &small);
+      try {
+        memory_of(2);
+      } catch (const ShmError&) {
+        _exit(3);
+      }
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 3);
+  }
+}
+
+TEST_CASE("a function that throws at the end of an operation is the error of that operation") {
+  const auto memory = memory_of(1);
+  ShmEngine engine(memory, 0, false);
+  const auto operation = make({Kind::barrier, 0, 0, 0}, 0, 0, 1);
+  engine.at_end(*operation, [](bool) { throw std::length_error("of a function"); });
+  engine.launch(operation);
+  CHECK(operation->state.load() == State::thrown);
+  CHECK_THROWS_AS(std::rethrow_exception(operation->thrown), std::length_error);
 }
 
 // A board for threads.

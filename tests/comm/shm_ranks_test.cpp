@@ -35,12 +35,13 @@ Backend shm_backend() {
       test_world().rank(), test_world().size(), std::chrono::seconds(30));
   REQUIRE(shared.obstacle == "");
   return c10::make_intrusive<lockstep::detail::ShmBackend>(std::move(shared.memory), test_world().rank(),
-                                                          shared.spins);
+                                                           shared.spins);
 }
 Backend gloo_backend() {
   auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
   options->devices = {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(new_store(), test_world().rank(), test_world().size(), options);
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(new_store(), test_world().rank(), test_world().size(),
+                                                     options);
 }
 
 // Numbers of this rank that round differently in another order of the ranks.
@@ -74,15 +75,17 @@ void check_bits(const std::vector<std::int64_t>& counts, const std::vector<at::S
         });
         CHECK(same_bits(sum, own_sum));
         const int root = ranks - 1;
-        const auto [reduced, own_reduced] = both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
-          backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
-        });
+        const auto [reduced, own_reduced] =
+            both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
+              backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
+            });
         if (rank == root) CHECK(same_bits(reduced, own_reduced));
         // Not every LibTorch has a reduce-scatter over Gloo: it is the slice of an all-reduce.
         at::Tensor whole = drawn(count * ranks, type), part = at::empty({count}, type);
         std::vector<at::Tensor> all{whole.clone()};
         gloo->allreduce(all, {.reduceOp = op})->wait();
-        lockstep::detail::reduce_scatter_single(*shm, part, whole, c10d::ReduceScatterOptions{.reduceOp = op})->wait();
+        lockstep::detail::reduce_scatter_single(*shm, part, whole, c10d::ReduceScatterOptions{.reduceOp = op})
+            ->wait();
         CHECK(same_bits(all[0].narrow(0, rank * count, count), part));
       }
 }

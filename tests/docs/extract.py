@@ -10,6 +10,7 @@ A block is one of these:
   ```cpp declarations          at namespace scope; the later blocks of the page see them
   ```cpp cuda                  statements that need the target lockstep_cuda: in snippets_cuda.cpp, or left out
   ```cpp, with int main(       a program of its own
+  ```cpp mpi, with int main(   the same with the target lockstep_mpi
   ```cpp no-compile: REASON    left out
 Lines that a reader does not need are in a comment, which does not show: <!-- cpp ... --> before a block of statements adds to its
 beginning, and <!-- cpp declarations ... --> is as above. preamble.hpp declares what the statements of all pages use.
@@ -36,7 +37,7 @@ def main():
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sources, includes = {"": "", "_cuda": ""}, {"": {}, "_cuda": {}}
-    programs, outputs, left_out, count = [], [], [], 0
+    programs, mpi_programs, outputs, left_out, count = [], [], [], [], 0
     for page in pages:
         whole = pathlib.Path(root, page).read_text()
         if other := re.search(r"```(c\+\+|C\+\+|cxx|CPP|cc)", whole):
@@ -56,11 +57,11 @@ def main():
             count += not hidden
             if re.match("no-compile: ..", info):
                 left_out.append(f"{page}:{first}: {info}")
-            elif "int main(" in text and not info and not hidden:
+            elif "int main(" in text and info in ("", "mpi") and not hidden:
                 number += 1
                 program = f"docs_{name}_{number}"
                 write(folder / f"{program}.cpp", place + text)
-                programs.append(program)
+                (mpi_programs if info else programs).append(program)
             else:
                 kind = "_cuda" if info == "cuda" else ""
                 if kind and cuda != "ON":
@@ -82,7 +83,7 @@ def main():
         write(folder / f"snippets{kind}.cpp", '#include "docs/preamble.hpp"\n' + "\n".join(includes[kind]) + "\n" + sources[kind])
     text = "".join(f"{line}\n" for line in left_out)
     write(folder / "left_out.txt", f"{count} C++ blocks in the pages, of which {len(left_out)} are not compiled:\n{text}")
-    write(folder / "blocks.cmake", f"set(docs_programs {' '.join(programs)})\nset(docs_outputs {' '.join(f'[[{o}]]' for o in outputs)})\n")
+    write(folder / "blocks.cmake", f"set(docs_programs {' '.join(programs)})\nset(docs_mpi_programs {' '.join(mpi_programs)})\nset(docs_outputs {' '.join(f'[[{o}]]' for o in outputs)})\n")
 
 
 main()

@@ -17,7 +17,8 @@ namespace lockstep {
 /// collective completes once all ranks have launched it, whatever they do afterwards, and no other thread is needed.
 ///
 /// Each rank holds at most 128 MiB of inputs in flight, which are allocated as they are needed and kept; what is beyond
-/// them is copied when the rank next launches or waits. The memory has no name, and ends with the processes.
+/// them is copied when the rank next launches or waits. At most 16 messages from one rank to another may be on their way
+/// before the receiver asks for one of them. The memory has no name, and ends with the processes.
 ///
 /// CpuComm chooses between this and GlooComm.
 class ShmComm : public ProcessGroupComm {

@@ -38,6 +38,7 @@
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/detail/host_work.hpp"
+#include "lockstep/comm/detail/shm_engine.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
@@ -106,6 +107,7 @@ class BackendGroup final : public Group {
         backend_(std::move(backend)),
         made_(!backend_) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
+    const ShmEngine::Mover mover;
     join();
     if (!backend_)
       backend_ = connect(this->name(), [rank = rank(), size = size(), own = options_](const StorePtr& store) {
@@ -115,9 +117,9 @@ class BackendGroup final : public Group {
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     is_own_ = dynamic_cast<HostBackend*>(backend_.get()) != nullptr;
-    check_ = {is_gloo_ ? "Gloo"
-              : is_own_ && backend_name == "shm" ? "shared memory"
-                                                 : formatted("the backend '{}'", backend_name),
+    check_ = {is_gloo_  ? "Gloo"
+              : is_own_ ? (backend_name == "shm" ? "shared memory" : "MPI")
+                        : formatted("the backend '{}'", backend_name),
               options_.device.type()};
     // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
     // store.
@@ -254,6 +256,7 @@ class BackendGroup final : public Group {
   /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
   void await(const Call& call, const BackendWork& work, Clock::time_point until,
              std::chrono::microseconds pause = first_pause) {
+    const auto mover = is_own_ ? std::nullopt : std::optional<ShmEngine::Mover>(std::in_place);
     if (is_gloo_ && call.peer) return await_message(call, work, until);
     CallWatch watch(*this, call);
     while (!completes(call, *work, until, pause)) {
@@ -293,6 +296,7 @@ class BackendGroup final : public Group {
   /// Completes all works in flight and leaves the group. Throws TimeoutError at the timeout.
   void shutdown() {
     if (closed() || failed()) return;
+    const ShmEngine::Mover mover;
     const Call call = message("shutdown", {}, 0);
     depart(call);  // closes the group: what throws below is not called again
     finish_works(call);

@@ -19,6 +19,7 @@ inline std::size_t gloo_chunk_bytes(std::size_t bytes, std::size_t element, std:
   constexpr std::size_t longest_segment = 1 << 20;
   const auto ceil_to = [](std::size_t value, std::size_t step) { return (value + step - 1) / step * step; };
   const auto parts = [](std::size_t value, std::size_t size) { return (value + size - 1) / size; };
+  if (bytes == 0) return 0;
   const std::size_t longest = element * std::max<std::size_t>(1, longest_segment / element);
   if (to_root) {
     const std::size_t segment = ceil_to(std::min(parts(bytes, 2 * ranks), longest), element);

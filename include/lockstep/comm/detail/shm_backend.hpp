@@ -31,6 +31,7 @@ namespace lockstep::detail {
 /// Returns how shared memory reduces a dtype, null for an operation or a dtype that Gloo refuses. A sum of bool is a
 /// logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided afterwards.
 inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
+  if (op == c10d::ReduceOp::AVG && !at::isFloatingType(type)) return nullptr;
   const auto of = [op]<class Unsigned, class T>(Unsigned, T) -> Fold {
     switch (op) {
       case c10d::ReduceOp::SUM:
@@ -66,7 +67,7 @@ inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
     case at::kBool:
       if (op == c10d::ReduceOp::SUM) return fold<std::uint8_t, GreatestElement>;
       if (op == c10d::ReduceOp::PRODUCT) return fold<std::uint8_t, LeastElement>;
-      return op == c10d::ReduceOp::AVG ? nullptr : of(std::uint8_t(), std::uint8_t());
+      return of(std::uint8_t(), std::uint8_t());
     default:
       return nullptr;
   }
@@ -95,6 +96,8 @@ class ShmWork final : public HostWork {
       case ShmOperation::State::pending:
       case ShmOperation::State::complete:
         return nullptr;
+      case ShmOperation::State::thrown:
+        return operation_->thrown;
       case ShmOperation::State::aborted:
         return std::make_exception_ptr(std::runtime_error("the operation was aborted"));
       case ShmOperation::State::rank_ended:
@@ -107,14 +110,6 @@ class ShmWork final : public HostWork {
     }
     return nullptr;
   }
-  void synchronize() override { static_cast<void>(wait()); }
-  bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0)) override {
-    const auto now = std::chrono::steady_clock::now();
-    if (!wait_until(timeout.count() > 0 ? now + timeout : now + std::chrono::hours(24 * 365)))
-      throw std::runtime_error(formatted("not complete after {} ms", timeout.count()));
-    if (const auto error = exception()) std::rethrow_exception(error);
-    return true;
-  }
   void abort() override { engine_->abort(); }
 
  private:
@@ -126,9 +121,6 @@ class ShmWork final : public HostWork {
 /// ProcessGroupGloo. Tensors are dense and on the CPU. All-to-alls in uneven parts are refused.
 class ShmBackend final : public HostBackend {
  public:
-  using Tensors = std::vector<at::Tensor>;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
   ShmBackend(std::shared_ptr<ShmMemory> memory, int rank, bool spins)
       : HostBackend(rank, memory->ranks()),
         engine_(std::make_shared<ShmEngine>(std::move(memory), rank, spins)) {}
@@ -152,19 +144,18 @@ class ShmBackend final : public HostBackend {
     check_rows(output, input);
     return launch(Kind::all_gather, input, output);
   }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
-    return launch_into(Kind::all_gather, one(inputs), outputs.at(0));
-  }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
-    if (root == getRank()) return launch_into(Kind::gather, one(inputs), outputs.at(0), root);
-    return launch(Kind::gather, one(inputs), {}, 1, root);
+    const at::Tensor& input = one(inputs);
+    if (root != getRank()) return launch(Kind::gather, input, {}, 1, root);
+    return into_list(outputs.at(0), input,
+                     [&](const at::Tensor& output) { return launch(Kind::gather, input, output, 1, root); });
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override {
     const int root = static_cast<int>(options.rootRank);
-    const at::Tensor input = root == getRank() ? joined(inputs.at(0), one(outputs)) : at::Tensor();
+    const at::Tensor input = root == getRank() ? joined_rows(inputs.at(0), one(outputs)) : at::Tensor();
     return launch(Kind::scatter, input, one(outputs), getSize(), root);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -172,22 +163,10 @@ class ShmBackend final : public HostBackend {
     check_rows(input, output);
     return launch(Kind::reduce_scatter, input, output, getSize(), 0, options.reduceOp);
   }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ReduceScatterOptions& options) override {
-    return launch(Kind::reduce_scatter, joined(inputs.at(0), one(outputs)), one(outputs), getSize(), 0,
-                  options.reduceOp);
-  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
                         std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
-    for (const auto* sizes : {&output_sizes, &input_sizes})
-      TORCH_CHECK(std::adjacent_find(sizes->begin(), sizes->end(), std::not_equal_to<>()) == sizes->end(),
-                  "shm has no all-to-all in uneven parts");
-    TORCH_CHECK(output.nbytes() == input.nbytes() && input.numel() % getSize() == 0,
-                "the tensors of an all-to-all have one size, which the number of ranks divides");
+    check_even(output, output_sizes, input, input_sizes);
     return launch(Kind::all_to_all, input, output, getSize());
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    return launch_into(Kind::all_to_all, joined(inputs, inputs.at(0)), outputs, 0, getSize());
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     return launch(Kind::send, one(tensors), {}, 1, peer, {}, tag);
@@ -202,51 +181,6 @@ class ShmBackend final : public HostBackend {
     at::Tensor kept_input, kept_output;
   };
 
-  static const at::Tensor& one(const Tensors& tensors) {
-    TORCH_CHECK(tensors.size() == 1, "shm takes one tensor at a time, not ", tensors.size());
-    return tensors[0];
-  }
-  void check_rows(const at::Tensor& rows, const at::Tensor& row) const {
-    TORCH_CHECK(rows.scalar_type() == row.scalar_type() && rows.numel() == getSize() * row.numel(),
-                "one tensor must have one row of the other for each rank");
-  }
-  // Returns the tensors, one for each rank and each like `row`, as one.
-  [[nodiscard]] at::Tensor joined(const Tensors& tensors, const at::Tensor& row) const {
-    TORCH_CHECK(static_cast<int>(tensors.size()) == getSize(), "there must be one tensor for each rank");
-    for (const at::Tensor& tensor : tensors)
-      TORCH_CHECK(tensor.scalar_type() == row.scalar_type() && tensor.numel() == row.numel(),
-                  "the tensors must have one dtype and one size");
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
-    return at::cat(flat);
-  }
-
-  // An operation whose output is a list of tensors, one for each rank: in place if they lie one behind the other.
-  WorkPtr launch_into(Kind kind, const at::Tensor& input, const Tensors& outputs, int root = 0,
-                      int rows = 1) {
-    const at::Tensor& first = outputs.at(0);
-    bool in_place = true;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      TORCH_CHECK(outputs[i].scalar_type() == first.scalar_type() && outputs[i].numel() == first.numel(),
-                  "the tensors must have one dtype and one size");
-      in_place = in_place && outputs[i].is_contiguous() &&
-                 static_cast<const char*>(outputs[i].const_data_ptr()) ==
-                     static_cast<const char*>(first.const_data_ptr()) + i * first.nbytes();
-    }
-    TORCH_CHECK(static_cast<int>(outputs.size()) == getSize(), "there must be one output for each rank");
-    TORCH_CHECK(rows * first.numel() == input.numel(), "the outputs must have the size of the input");
-    if (in_place) return launch(kind, input, first, rows, root);
-    const at::Tensor all = at::empty({getSize(), first.numel()}, first.options().requires_grad(false));
-    const WorkPtr work = launch(kind, input, all, rows, root);
-    static_cast<HostWork&>(*work).at_end([all, outputs](bool failed) {
-      const at::NoGradGuard no_grad;
-      for (std::size_t i = 0; !failed && i < outputs.size(); ++i)
-        outputs[i].detach().copy_(all[static_cast<std::int64_t>(i)].view(outputs[i].sizes()));
-    });
-    return work;
-  }
-
   WorkPtr launch(Kind kind, const at::Tensor& input, const at::Tensor& output, int rows = 1, int root = 0,
                  const std::optional<c10d::ReduceOp>& op = {}, int tag = 0) {
     auto operation = std::make_shared<TensorOperation>();
@@ -254,6 +188,7 @@ class ShmBackend final : public HostBackend {
     for (const at::Tensor* tensor : {&input, &output})
       TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()),
                   "shm moves dense and contiguous tensors on the CPU");
+    TORCH_CHECK(root >= 0 && root < getSize(), "there is no rank ", root, " in a group of ", getSize());
     operation->kind = kind;
     operation->root = root;
     operation->tag = tag;
@@ -282,14 +217,12 @@ class ShmBackend final : public HostBackend {
     }
     if (!operation->is_message()) mix(static_cast<std::uint64_t>(root));
     operation->signature = hash | 1;
-    if (op && *op == c10d::ReduceOp::AVG && (kind != Kind::reduce || root == getRank()))
-      operation->functions.push_back([output, ranks = getSize()](bool failed) {
-        const at::NoGradGuard no_grad;
-        if (!failed) output.detach().div_(ranks);
-      });
     engine_->launch(operation);
-    return c10::make_intrusive<ShmWork>(engine_, std::move(operation));
+    WorkPtr work = c10::make_intrusive<ShmWork>(engine_, std::move(operation));
+    const bool has_sum = op && (kind != Kind::reduce || root == getRank());
+    return has_sum ? averaged(*op, output, std::move(work)) : work;
   }
+
   const std::shared_ptr<ShmEngine> engine_;
 };
 

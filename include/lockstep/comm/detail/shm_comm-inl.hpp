@@ -25,14 +25,14 @@ namespace detail {
 /// Returns the options of a group whose backends are in shared memory, where its ranks can share some; else those that
 /// `otherwise(memory, store, rank, size)` makes.
 template <class Otherwise>
-ProcessGroupOptions shm_backend(std::chrono::milliseconds timeout, Otherwise otherwise) {
+ProcessGroupOptions shm_backend(const World& world, std::chrono::milliseconds timeout, Otherwise otherwise) {
   ProcessGroupOptions group;
   group.timeout = timeout;
-  group.make_backend = [timeout, otherwise = std::move(otherwise)](
+  group.make_backend = [timeout, local = world.local_size(), otherwise = std::move(otherwise)](
                            const StorePtr& store, int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
     const ShmBoard board{[&](const std::string& key, const std::string& value) { store->set(key, value); },
                          [&](const std::string& key) { return store->get_to_str(key); }};
-    auto shared = share_memory(board, rank, size, timeout);
+    auto shared = share_memory(board, rank, size, timeout, local);
     if (!shared.memory) return otherwise(shared, store, rank, size);
     return c10::make_intrusive<ShmBackend>(std::move(shared.memory), rank, shared.spins);
   };
@@ -44,7 +44,7 @@ ProcessGroupOptions shm_backend(std::chrono::milliseconds timeout, Otherwise oth
 LOCKSTEP_INLINE ShmComm::ShmComm(const World& world, ShmOptions options)
     : ProcessGroupComm(detail::world_group(
           "the constructor of ShmComm", world,
-          detail::shm_backend(detail::checked_timeout("ShmOptions", options.timeout),
+          detail::shm_backend(world, detail::checked_timeout("ShmOptions", options.timeout),
                               [rank = world.rank()](const detail::SharedMemory& none, const detail::StorePtr&,
                                                     int, int) -> c10::intrusive_ptr<c10d::Backend> {
                                 throw CommunicationError(
@@ -58,7 +58,7 @@ LOCKSTEP_INLINE CpuComm::CpuComm(const World& world, GlooOptions options)
     : ProcessGroupComm(detail::world_group(
           "the constructor of CpuComm", world,
           detail::shm_backend(
-              detail::checked_timeout("CpuComm's GlooOptions", options.timeout),
+              world, detail::checked_timeout("CpuComm's GlooOptions", options.timeout),
               [world, make_gloo = detail::gloo_backend(world, options).make_backend](
                   const detail::SharedMemory& none, const detail::StorePtr& store, int rank, int size) {
                 if (!none.several_hosts && rank == 0)

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <sched.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <array>
@@ -10,9 +10,12 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <stop_token>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -43,7 +46,8 @@ struct ShmOperation {
     complete,
     aborted,
     mismatch,      ///< another rank has launched another operation
-    rank_ended,    ///< the process of a rank that had to launch it has ended
+    rank_ended,    ///< the process of a rank that it needs has ended
+    thrown,        ///< a function that was to run at its end has thrown
     other_message  ///< the message has another size or dtype than the receiver's tensor
   };
 
@@ -71,6 +75,7 @@ struct ShmOperation {
   std::size_t moved = 0, slot = ShmMemory::messages, block = ShmMemory::blocks;  // of a message
   bool early = false;  // its first part was copied before its receiver has asked
   std::vector<std::function<void(bool failed)>> functions;
+  std::exception_ptr thrown;  // by one of them
 };
 
 /// The collectives and messages of one rank of a group in shared memory. There is no thread: launching copies the input
@@ -122,6 +127,8 @@ class ShmEngine {
   /// Launches an operation. Never blocks, but for the memory's copy.
   void launch(Operation operation) {
     const std::lock_guard lock(mutex_);
+    if (sleeping_.load() > 0)
+      change(memory_->rank(rank_).bell);  // a thread that sleeps may have to make room
     if (failed_ != ShmOperation::State::pending) return end(*operation, failed_);
     if (operation->is_message()) {
       messages_.push_back(std::move(operation));
@@ -146,6 +153,21 @@ class ShmEngine {
       return queue_.empty();
     });
   }
+  /// While it lives, moves the engines of this process on that other ranks may wait for, on a thread of its own: a thread
+  /// that waits for something else than an engine needs one. Nothing happens where no rank can wait.
+  class [[nodiscard]] Mover {
+   public:
+    Mover() {
+      if (any_backlog(nullptr))
+        thread_ = std::jthread([](const std::stop_token& stop) {
+          for (; !stop.stop_requested(); std::this_thread::sleep_for(sleep_with_backlog)) move_all(nullptr);
+        });
+    }
+
+   private:
+    std::jthread thread_;
+  };
+
   /// Does what can be done without waiting.
   void move_on() {
     const std::lock_guard lock(mutex_);
@@ -178,16 +200,39 @@ class ShmEngine {
                                                   << 10;  // up to which each rank computes the whole result
   static constexpr std::size_t blocks_for_messages = 1, blocks_at_once = 16,
                                most_early = ShmMemory::blocks / 4;
-  static constexpr std::chrono::milliseconds longest_sleep{50}, sleep_among_engines{1};
+  static constexpr std::chrono::milliseconds longest_sleep{50}, sleep_with_backlog{1},
+      pause_without_memory{1000};
 
   struct Engines {
     std::mutex mutex;
     std::vector<ShmEngine*> list;
     std::atomic<std::size_t> count{0};
   };
+  // Never destroyed, since a communicator may be static. A forked child has none of its parent's: the memory is not there.
   LOCKSTEP_PROCESS_WIDE static Engines& engines() {
-    static Engines* const all = new Engines();  // never destroyed: a communicator may be static
+    static std::atomic<Engines*> all{new Engines()};
+    [[maybe_unused]] static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { all = new Engines(); });
     return *all;
+  }
+  // Moves all engines of this process on, but for `except`.
+  static void move_all(const ShmEngine* except) {
+    auto& all = engines();
+    const std::lock_guard lock(all.mutex);
+    for (ShmEngine* engine : all.list)
+      if (engine != except && engine->mutex_.try_lock()) {
+        const std::lock_guard other(engine->mutex_, std::adopt_lock);
+        engine->step();
+      }
+  }
+  // Returns whether another rank may wait until an engine moves on.
+  static bool any_backlog(const ShmEngine* except) {
+    auto& all = engines();
+    if (all.count.load(std::memory_order_relaxed) == (except == nullptr ? 0U : 1U)) return false;
+    const std::lock_guard lock(all.mutex);
+    return std::any_of(all.list.begin(), all.list.end(), [&](const ShmEngine* engine) {
+      return engine != except && engine->backlog_.load(std::memory_order_relaxed);
+    });
   }
 
   static void relax() {
@@ -205,13 +250,12 @@ class ShmEngine {
     for (int spin = 0;; ++spin) {
       move_on();
       if (done()) return true;
-      const bool others = engines().count.load(std::memory_order_relaxed) > 1;
+      const bool others = (spin >= spins_ || spin % 64 == 63) && any_backlog(this);
+      if (others) move_all(this);
       if (spin < spins_) {
-        if (others && spin % 64 == 63) move_others();
         relax();
         continue;
       }
-      if (others) move_others();
       const auto now = Clock::now();
       if (now.time_since_epoch().count() >= next_look_.load(std::memory_order_relaxed)) {
         next_look_.store((now + longest_sleep).time_since_epoch().count(), std::memory_order_relaxed);
@@ -219,7 +263,7 @@ class ShmEngine {
         if (done()) return true;
       }
       if (now >= until) return false;
-      sleep(std::min(until, now + (others ? sleep_among_engines : longest_sleep)), done);
+      sleep(std::min(until, now + (others ? sleep_with_backlog : longest_sleep)), done);
       if (done()) return true;
       spin = spins_;
     }
@@ -230,7 +274,11 @@ class ShmEngine {
     auto& bell = memory_->rank(rank_).bell;
     const auto rings = bell.load(std::memory_order_acquire);
     const auto bit = std::uint64_t{1} << (rank_ % 64);
-    sleeping_.fetch_add(1);
+    struct Sleeping {
+      std::atomic<int>& threads;
+      explicit Sleeping(std::atomic<int>& count) : threads(count) { ++threads; }
+      ~Sleeping() { --threads; }
+    } const sleeping(sleeping_);
     memory_->sleepers(rank_ / 64).fetch_or(bit);
     {
       const std::lock_guard lock(mutex_);
@@ -238,32 +286,28 @@ class ShmEngine {
       step();
     }
     if (!done()) await_change(bell, rings, until);
-    sleeping_.fetch_sub(1);
   }
-  // Fails where a rank has ended on which an operation still depends.
+  // Fails where a rank has ended on which an operation still depends: it has not launched it, computes a part of it, or
+  // keeps this rank from launching.
   void look_for_ends() {
     for (int rank = 0; rank < ranks_; ++rank) {
       if (rank == rank_ || !memory_->has_ended(rank)) continue;
       const std::lock_guard lock(mutex_);
       step();  // what it has done before
-      const auto launched = memory_->rank(rank).launched.load();
-      const auto waits_for = [&](const Operation& operation) {
-        return operation->is_message() ? operation->root == rank
-                                       : operation->first + operation->pieces > launched;
+      const ShmRank& ended = memory_->rank(rank);
+      const auto launched = ended.launched.load(), taken = ended.taken.load(), summing = ended.summing.load();
+      const auto needs = [&](const Operation& operation) {
+        if (operation->is_message()) return operation->root == rank;
+        const auto end = operation->first + operation->pieces;
+        return end > launched || (summing > operation->first + operation->taken && summing <= end);
       };
-      if (std::any_of(queue_.begin(), queue_.end(), waits_for) ||
-          std::any_of(messages_.begin(), messages_.end(), waits_for))
+      const bool stuck = launched_ < queue_.size() &&
+                         ((!in_use_.empty() && taken <= in_use_.front().first) ||
+                          taken + ShmMemory::slots <= queue_[launched_]->first + queue_[launched_]->launched);
+      if (stuck || std::any_of(queue_.begin(), queue_.end(), needs) ||
+          std::any_of(messages_.begin(), messages_.end(), needs))
         return fail(State::rank_ended);
     }
-  }
-  void move_others() {
-    auto& all = engines();
-    const std::lock_guard lock(all.mutex);
-    for (ShmEngine* engine : all.list)
-      if (engine != this && engine->mutex_.try_lock()) {
-        const std::lock_guard other(engine->mutex_, std::adopt_lock);
-        engine->step();
-      }
   }
 
   // Wakes the ranks that sleep, or of them those that wait for a slot. Called after what they wait for is visible.
@@ -287,7 +331,10 @@ class ShmEngine {
 
   void step() {
     if (failed_ != State::pending) return;
-    if (memory_->mismatch().load() != 0) return fail(State::mismatch);
+    if (memory_->mismatch().load() != 0) {
+      take_pieces();  // what all have launched before
+      return fail(State::mismatch);
+    }
     for (bool moves = true; moves && failed_ == State::pending;) {
       const bool launches = launch_piece();
       moves = take_pieces() || launches;
@@ -298,10 +345,17 @@ class ShmEngine {
       message->ended() ? void(messages_.erase(messages_.begin() + static_cast<std::ptrdiff_t>(i)))
                        : void(++i);
     }
+    backlog_.store(launched_ < queue_.size() || !messages_.empty(), std::memory_order_relaxed);
   }
 
   void end(ShmOperation& operation, State state) {
-    for (const auto& function : std::exchange(operation.functions, {})) function(state != State::complete);
+    for (const auto& function : std::exchange(operation.functions, {})) try {
+        function(state != State::complete);
+      } catch (...) {
+        if (state != State::complete) continue;
+        operation.thrown = std::current_exception();
+        state = State::thrown;
+      }
     operation.state.store(state, std::memory_order_release);
     if (sleeping_.load() > 0)
       change(memory_->rank(rank_).bell);  // another thread of this process may wait for it
@@ -312,6 +366,7 @@ class ShmEngine {
     for (const auto& operation : std::exchange(queue_, {})) end(*operation, state);
     for (const auto& message : std::exchange(messages_, {})) end(*message, state);
     launched_ = 0;
+    backlog_.store(false, std::memory_order_relaxed);
   }
 
   [[nodiscard]] static std::size_t width_of(const ShmOperation& operation) {
@@ -330,11 +385,12 @@ class ShmEngine {
       in_use_.pop_front();
     }
     const std::size_t kept = for_message ? 0 : blocks_for_messages;
-    if (free_.size() <= kept && allocated_ < most_blocks_) {
-      const std::size_t count = std::min({allocated_, blocks_at_once, most_blocks_ - allocated_});
-      if (!memory_->allocate_blocks(rank_, allocated_, count)) most_blocks_ = allocated_;
-      for (const auto end = std::min(allocated_ + count, most_blocks_); allocated_ < end;)
-        free_.push_back(allocated_++);
+    if (free_.size() <= kept && allocated_ < ShmMemory::blocks && Clock::now() >= next_allocation_) {
+      const std::size_t count = std::min({allocated_, blocks_at_once, ShmMemory::blocks - allocated_});
+      if (memory_->allocate_blocks(rank_, allocated_, count))
+        for (const auto end = allocated_ + count; allocated_ < end;) free_.push_back(allocated_++);
+      else
+        next_allocation_ = Clock::now() + pause_without_memory;
     }
     if (free_.size() <= kept) return ShmMemory::blocks;
     const std::size_t block = free_.back();
@@ -367,8 +423,9 @@ class ShmEngine {
       return false;
     }
     if (++operation.launched == operation.pieces) ++launched_;
-    memory_->rank(rank_).launched.store(number + 1);
-    if (slot.arrived.fetch_add(1) + 1 == unsigned(ranks_)) wake_all();
+    const bool last = slot.arrived.fetch_add(1) + 1 == unsigned(ranks_);
+    memory_->rank(rank_).launched.store(number + 1);  // not before: see look_for_ends
+    if (last) wake_all();
     return true;
   }
   // Returns the part of each row that is in a piece: (begin, size).
@@ -403,7 +460,7 @@ class ShmEngine {
       return memory_->block(rank, slot.block(rank)) + r * size;
     };
     const auto index = [](int rank) { return static_cast<std::size_t>(rank); };
-    char* const to = operation.output + begin;
+    char* const to = operation.output == nullptr ? nullptr : operation.output + begin;
     switch (operation.kind) {
       case Kind::barrier:
         break;
@@ -443,6 +500,7 @@ class ShmEngine {
         break;
     }
     ++operation.taken;
+    memory_->rank(rank_).taken.store(number + 1);
     if (slot.taken.fetch_add(1, std::memory_order_acq_rel) + 1 == unsigned(ranks_)) {
       slot.signature.store(0, std::memory_order_relaxed);
       for (auto* counter : {&slot.arrived, &slot.claimed, &slot.reduced, &slot.taken})
@@ -483,7 +541,8 @@ class ShmEngine {
     const auto parts = static_cast<std::uint32_t>((size + width - 1) / width);
     const auto size_of = [&](std::uint32_t part) { return std::min(width, size - part * width); };
     while (slot.claimed.load(std::memory_order_relaxed) < parts) {
-      const std::uint32_t part = slot.claimed.fetch_add(1, std::memory_order_relaxed);
+      memory_->rank(rank_).summing.store(operation.first + operation.taken + 1);
+      const std::uint32_t part = slot.claimed.fetch_add(1);
       if (part >= parts) break;
       const std::size_t at = part * width;
       sum(
@@ -491,6 +550,7 @@ class ShmEngine {
           from(static_cast<int>(part)) + at);
       if (slot.reduced.fetch_add(1) + 1 == parts) wake_all();
     }
+    memory_->rank(rank_).summing.store(0);
     if (slot.reduced.load() < parts) return false;
     for (std::uint32_t part = 0; part < parts; ++part)
       std::memcpy(to + part * width, from(static_cast<int>(part)) + part * width, size_of(part));
@@ -592,6 +652,7 @@ class ShmEngine {
   const int rank_, ranks_, spins_;
   std::atomic<int> sleeping_{0};          // threads of this process
   std::atomic<Clock::rep> next_look_{0};  // for ranks that have ended
+  std::atomic<bool> backlog_{false};      // another rank may wait until this engine moves on
 
   std::mutex mutex_;  // of all below
   State failed_ = State::pending;
@@ -602,7 +663,8 @@ class ShmEngine {
   std::vector<std::size_t> free_;  // blocks; the last one was used last
   std::deque<std::pair<std::uint64_t, std::size_t>>
       in_use_;  // (piece, block), of pieces not taken by all ranks
-  std::size_t allocated_ = ShmMemory::first_blocks, most_blocks_ = ShmMemory::blocks;
+  std::size_t allocated_ = ShmMemory::first_blocks;
+  Clock::time_point next_allocation_{};
   std::size_t early_ = 0;             // blocks of messages that no receiver has asked for
   std::vector<std::uint16_t> busy_;   // for each rank the messages to it that are in flight, a bit each
   std::vector<std::uint64_t> order_;  // and the number of the next one

@@ -6,6 +6,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -43,6 +44,14 @@ namespace shm_exchange {
 
 inline constexpr const char *shared = "+", *other_host = "@";
 
+/// Repeats a system call that a signal has interrupted.
+template <class Call>
+auto again(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 /// Returns an address in the abstract namespace: a socket without a file, which ends with its process.
 inline std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
   sockaddr_un address{};
@@ -79,7 +88,7 @@ inline void send_descriptor(int socket, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  if (sendmsg(socket, &message, MSG_NOSIGNAL) != 1)
+  if (again([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) != 1)
     throw ShmError(formatted("passing the memory to another rank failed: {}", std::strerror(errno)));
 }
 /// Returns no descriptor if the other side has closed the socket.
@@ -92,7 +101,7 @@ inline Descriptor receive_descriptor(int socket) {
   message.msg_iovlen = 1;
   message.msg_control = &control;
   message.msg_controllen = sizeof control.bytes;
-  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
+  if (again([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC); }) != 1) return Descriptor();
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Descriptor();
   int fd = -1;
@@ -134,20 +143,19 @@ inline std::string serve(const ShmBoard& board, int ranks, std::chrono::millisec
   if (result != shared) return result;
   std::vector<Descriptor> connections;
   while (static_cast<int>(connections.size()) + 1 < ranks) {
-    Descriptor connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    Descriptor connection(again([&] { return accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
     if (!connection.open())
       return formatted("rank 0: no connection of another rank: {}", std::strerror(errno));
-    if (!is_own_user(connection.get())) return "a process of another user has connected to rank 0";
+    if (!is_own_user(connection.get())) continue;  // no rank
     set_timeout(connection.get(), timeout);
     send_descriptor(connection.get(), memory->fd());
     connections.push_back(std::move(connection));
   }
-  for (const Descriptor& connection : connections) {  // each answers, with nothing if all is well, and closes
+  for (const Descriptor& connection : connections) {  // each answers with a line
     std::string answer;
-    char bytes[256];
-    for (ssize_t got = 0; (got = read(connection.get(), bytes, sizeof bytes)) > 0;)
-      answer.append(bytes, static_cast<std::size_t>(got));
-    if (!answer.empty()) return answer;
+    char byte = 0;
+    while (again([&] { return read(connection.get(), &byte, 1); }) == 1 && byte != '\n') answer += byte;
+    if (answer != shared) return answer.empty() ? "a rank has not answered rank 0" : answer;
   }
   return shared;
 }
@@ -159,6 +167,7 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
   const auto line = told.find('\n');
   std::string answer = shared;
   Descriptor connection(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  set_timeout(connection.get(), timeout);
   if (line != std::string::npos) {
     const auto [address, length] = address_of(told.substr(line + 1));
     if (told.substr(0, line) != boot_of_host())
@@ -172,15 +181,16 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
   }
   board.set(formatted("shm/{}", rank), answer);
   if (line == std::string::npos || answer != shared) return;
-  set_timeout(connection.get(), timeout);
   try {
     Descriptor fd = receive_descriptor(connection.get());
-    if (!fd.open()) return;
+    if (!fd.open()) throw ShmError(formatted("no memory came from rank 0: {}", std::strerror(errno)));
     memory = std::make_shared<ShmMemory>(std::move(fd), ranks);
     memory->begin(rank);
   } catch (const ShmError& error) {
-    static_cast<void>(write_all(connection.get(), formatted("rank {}: {}", rank, error.what())));
+    answer = formatted("rank {}: {}", rank, error.what());
   }
+  answer += '\n';
+  static_cast<void>(send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));  // rank 0 may have gone on
 }
 
 }  // namespace shm_exchange
@@ -188,16 +198,9 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
 /// Makes the memory of the ranks of a group, or finds why they cannot share one. Collective over the ranks that have
 /// the board; rank 0 decides for all. Throws what the board throws.
 inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
-                                 std::chrono::milliseconds timeout) {
+                                 std::chrono::milliseconds timeout, int ranks_of_host = 0) {
   std::string decision;
   SharedMemory result;
-  cpu_set_t own;
-  CPU_ZERO(&own);
-  sched_getaffinity(0, sizeof own, &own);
-  const auto add_cores = [&](const ShmMemory& memory) {
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &own)) memory.cores(cpu / 64).fetch_or(std::uint64_t{1} << (cpu % 64));
-  };
   if (ranks > ShmMemory::most_ranks) {
     result.obstacle = formatted("more than {} ranks", ShmMemory::most_ranks);
     return result;
@@ -208,18 +211,16 @@ inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
     } catch (const ShmError& error) {
       decision = error.what();
     }
-    if (result.memory) add_cores(*result.memory);
     board.set("shm", decision);
   } else {
     shm_exchange::join(board, rank, ranks, timeout, result.memory);
-    if (result.memory) add_cores(*result.memory);
     decision = board.get("shm");
   }
   if (decision == shm_exchange::shared && result.memory) {
     int cores = 0;
     for (int word = 0; word < CPU_SETSIZE / 64; ++word)
       cores += __builtin_popcountll(result.memory->cores(word).load());
-    result.spins = cores >= ranks;
+    result.spins = cores >= std::max(ranks, ranks_of_host);
     return result;
   }
   result.memory.reset();

@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,12 +19,14 @@
 #include <ctime>
 #include <fstream>
 #include <limits>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 
@@ -45,11 +49,19 @@ struct ShmSlot {
 };
 static_assert(sizeof(ShmSlot) == 32);
 
+/// Returns a number that no other process has, also where each has a pid namespace of its own.
+LOCKSTEP_PROCESS_WIDE inline std::uint64_t process_token() {
+  static const std::uint64_t drawn = (std::uint64_t{std::random_device()()} << 32) | 1;
+  return drawn + (static_cast<std::uint64_t>(getpid()) << 1);  // another one in a forked child
+}
+
 /// What a rank tells the others.
 struct alignas(64) ShmRank {
   std::atomic<std::uint32_t> bell;      ///< changes when the rank is to wake up
-  std::atomic<std::int32_t> process;    ///< its pid, 0 before ShmMemory::begin
+  std::atomic<std::uint64_t> process;   ///< its process_token(), 0 before ShmMemory::begin
   std::atomic<std::uint64_t> launched;  ///< the number of its next piece
+  std::atomic<std::uint64_t> taken;     ///< the number of the next piece that it takes
+  std::atomic<std::uint64_t> summing;   ///< the number of a piece of which it computes a part, and 1; else 0
 };
 
 /// A message on its way between two ranks.
@@ -78,7 +90,14 @@ class ShmMemory {
 
   /// Creates the memory of `ranks` ranks. Throws ShmError.
   static ShmMemory create(int ranks) {
-    Descriptor fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    rlimit largest{};
+    if (getrlimit(RLIMIT_FSIZE, &largest) == 0 &&
+        largest.rlim_cur < size_for(ranks))  // a signal would end the process
+      throw ShmError(
+          formatted("the limit of a file's size (ulimit -f) is less than {} MiB", size_for(ranks) >> 20));
+    constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING, not_executable = 8;  // MFD_NOEXEC_SEAL
+    Descriptor fd(memfd_create("lockstep", flags | not_executable));
+    if (!fd.open()) fd = Descriptor(memfd_create("lockstep", flags));  // before Linux 6.3
     if (!fd.open()) throw ShmError(failed("memfd_create"));
     if (ftruncate(fd.get(), static_cast<off_t>(size_for(ranks))) != 0)
       throw ShmError(failed("ftruncate of a memfd"));
@@ -146,13 +165,18 @@ class ShmMemory {
       throw ShmError(formatted("there are no {} KiB of memory left", first_blocks * block_bytes >> 10));
     struct flock lock = byte_of(rank);
     if (fcntl(fd_.get(), F_SETLK, &lock) != 0) throw ShmError(failed("locking a byte of a memfd"));
-    this->rank(rank).process.store(getpid());
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    sched_getaffinity(0, sizeof own, &own);
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &own)) cores(cpu / 64).fetch_or(std::uint64_t{1} << (cpu % 64));
+    this->rank(rank).process.store(process_token());
   }
   /// Returns whether the process of a rank has ended.
   [[nodiscard]] bool has_ended(int rank) const {
-    const pid_t process = this->rank(rank).process.load();
+    const std::uint64_t process = this->rank(rank).process.load();
     struct flock lock = byte_of(rank);
-    return process != 0 && process != getpid() && fcntl(fd_.get(), F_GETLK, &lock) == 0 &&
+    return process != 0 && process != process_token() && fcntl(fd_.get(), F_GETLK, &lock) == 0 &&
            lock.l_type == F_UNLCK;
   }
   /// Allocates `count` more blocks of a rank. Returns false if there is no memory.
@@ -196,7 +220,7 @@ class ShmMemory {
   }
   // Without this a page that the system cannot give would end the process when it is first written.
   [[nodiscard]] bool allocate(std::size_t offset, std::size_t bytes) const {
-    if (memory_left() < bytes) return false;
+    if (memory_left() / ranks_ < bytes) return false;  // all ranks may ask at once
     int result = 0;
     do {
       result = fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
@@ -227,6 +251,10 @@ class ShmMemory {
         left = std::min(left, free - std::min(free, used));
       }
     }
+    std::size_t most = 0, used = 0;  // of a cgroup of version 1, as a container sees it
+    if (std::ifstream("/sys/fs/cgroup/memory/memory.limit_in_bytes") >> most &&
+        std::ifstream("/sys/fs/cgroup/memory/memory.usage_in_bytes") >> used)
+      left = std::min(left, most - std::min(most, used));
     return left;
   }
 
