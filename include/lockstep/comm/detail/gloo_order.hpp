@@ -96,8 +96,7 @@ void fold(char* out, const char* const* in, std::size_t count, std::size_t bytes
   for (std::size_t begin = 0; begin < bytes; begin += tile.size()) {
     const std::size_t size = std::min(tile.size(), bytes - begin);
     combine<T, Op>(tile.data(), in[1] + begin, in[0] + begin, size);
-    for (std::size_t i = 2; i + 1 < count; ++i)
-      combine<T, Op>(tile.data(), in[i] + begin, tile.data(), size);
+    for (std::size_t i = 2; i + 1 < count; ++i) combine<T, Op>(tile.data(), in[i] + begin, tile.data(), size);
     combine<T, Op>(out + begin, in[count - 1] + begin, tile.data(), size);
   }
 }

@@ -190,7 +190,8 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
     answer = formatted("rank {}: {}", rank, error.what());
   }
   answer += '\n';
-  static_cast<void>(send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));  // rank 0 may have gone on
+  static_cast<void>(
+      send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));  // rank 0 may have gone on
 }
 
 }  // namespace shm_exchange
