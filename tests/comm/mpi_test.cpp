@@ -84,11 +84,8 @@ TEST_CASE("ranks on two hosts need no variable") {
     WARN("SKIPPED: " << hosts.missing());
     return;
   }
-  // What the launcher starts in place of ssh: AGENT [OPTION ...] nodeB COMMAND ...
   const TemporaryFolder folder;
-  std::string agent = "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac do shift; done\nshift\nexec";
-  for (const std::string& word : hosts.on("B", {"sh", "-c"})) agent += " '" + word + "'";
-  const auto script = folder.write("agent.sh", agent + " \"$*\"\n");
+  const auto script = folder.write("agent.sh", hosts.remote_shell("B"));
   std::filesystem::permissions(script, std::filesystem::perms::owner_all);
   Strings command{LOCKSTEP_MPIEXEC};
   if (is_open_mpi(LOCKSTEP_MPIEXEC))

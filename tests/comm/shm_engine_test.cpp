@@ -170,6 +170,16 @@ TEST_CASE("many random programs", "[.release]") {
   }
 }
 
+std::shared_ptr<Own> message_of(Kind kind, int other, int tag, std::size_t size) {
+  auto message = std::make_shared<Own>();
+  message->kind = kind;
+  message->root = other;
+  message->tag = tag;
+  message->row = size * 4;
+  message->signature = 9;
+  return message;
+}
+
 TEST_CASE("messages of any size and tag arrive, in the order of their tag, whichever is asked for first") {
   constexpr int ranks = 3;
   constexpr std::size_t count = 40;
@@ -185,22 +195,12 @@ TEST_CASE("messages of any size and tag arrive, in the order of their tag, which
       const int tag = static_cast<int>(random() % 3);
       for (int other = 0; other < ranks; ++other) {
         if (other == rank) continue;
-        auto message = std::make_shared<Own>();
-        message->kind = Kind::send;
-        message->root = other;
-        message->tag = tag;
-        message->row = size * 4;
-        message->signature = 9;
+        const auto message = message_of(Kind::send, other, tag, size);
         for (std::size_t k = 0; k < size; ++k) message->in.push_back(value_of(rank, i, k));
         message->input = reinterpret_cast<const char*>(message->in.data());
         engine.launch(message);
         sent.push_back(message);
-        auto to = std::make_shared<Own>();
-        to->kind = Kind::receive;
-        to->root = other;
-        to->tag = tag;
-        to->row = size * 4;
-        to->signature = 9;
+        const auto to = message_of(Kind::receive, other, tag, size);
         to->out.assign(size, 0);
         to->output = reinterpret_cast<char*>(to->out.data());
         received.push_back(to);

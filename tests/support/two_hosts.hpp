@@ -60,6 +60,14 @@ class TwoHosts {
     all.insert(all.end(), command.begin(), command.end());
     return all;
   }
+
+  /// A shell script for launchers to run in place of ssh: SCRIPT [OPTION ...] HOST COMMAND ... runs the command on `host`.
+  [[nodiscard]] std::string remote_shell(const std::string& host) const {
+    std::string script =
+        "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac do shift; done\nshift\nexec";
+    for (const std::string& word : on(host, {"sh", "-c"})) script += " '" + word + "'";
+    return script + " \"$*\"\n";
+  }
   /// Pulls the cable, or plugs it in again.
   void link(bool up) const { run("ip -n {}A link set e0 {}", tag_, up ? "up" : "down"); }
 

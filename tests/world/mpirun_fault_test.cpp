@@ -138,11 +138,8 @@ TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MA
     WARN("SKIPPED: " << hosts.missing());
     return;
   }
-  // What the launcher starts in place of ssh: AGENT [OPTION ...] nodeB COMMAND ...
   const TemporaryFolder folder;
-  std::string agent = "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac do shift; done\nshift\nexec";
-  for (const std::string& word : hosts.on("B", {"sh", "-c"})) agent += " '" + word + "'";
-  const auto script = folder.write("agent.sh", agent + " \"$*\"\n");
+  const auto script = folder.write("agent.sh", hosts.remote_shell("B"));
   std::filesystem::permissions(script, std::filesystem::perms::owner_all);
   const bool open_mpi = launcher == "mpirun.openmpi";
   const auto ended = [&](const Strings& variables, const std::string& started, const std::string& mode) {

@@ -13,7 +13,7 @@
 namespace lockstep {
 
 /// Collectives of CPU tensors among ranks of one host, in memory that they share: a ProcessGroupComm with a backend of
-/// lockstep's own. Sums have the bits of GlooComm. A launch copies its input and returns; whoever waits computes. So a
+/// lockstep's own. Sums have the bits of GlooComm. A launch copies its input and returns; the waits compute. So a
 /// collective completes once all ranks have launched it, whatever they do afterwards, and no other thread is needed.
 ///
 /// Each rank holds at most 128 MiB of inputs in flight, which are allocated as they are needed and kept; what is beyond

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -23,6 +24,18 @@ namespace lockstep::detail {
 struct OtherOperation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+/// Returns the operation by which lockstep's backends reduce `type` for `op`, std::nullopt for one that they refuse. A sum
+/// of bool is a logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided
+/// afterwards.
+inline std::optional<c10d::ReduceOp::RedOpType> computed_op(at::ScalarType type,
+                                                            c10d::ReduceOp::RedOpType op) {
+  using Op = c10d::ReduceOp;
+  if (op == Op::AVG) return at::isFloatingType(type) ? std::optional(Op::SUM) : std::nullopt;
+  if (type == at::kBool && op == Op::SUM) return Op::MAX;
+  if (type == at::kBool && op == Op::PRODUCT) return Op::MIN;
+  return op;
+}
 
 /// An operation of a HostBackend.
 class HostWork : public c10d::Work {
@@ -43,8 +56,8 @@ class HostWork : public c10d::Work {
   void synchronize() override { static_cast<void>(wait()); }
 };
 
-/// A backend of lockstep's own, on the host. It has no thread: whoever waits for one operation moves all of them on. So
-/// a wait must be told to the operation, and not be made of questions whether it has completed.
+/// A backend of lockstep's own, on the host. It may have no thread: a thread that waits for one operation moves the others
+/// on. So the group waits by HostWork::wait_until, and does not ask in a loop whether the operation has completed.
 ///
 /// A derived class implements the operations on one tensor. Those on lists of tensors, one for each rank, are made of
 /// them here.

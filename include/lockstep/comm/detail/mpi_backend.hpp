@@ -236,8 +236,7 @@ class MpiEngine {
     end_pending(&communicator, "the operation was aborted");
   }
 
-  /// Returns how MPI reduces a dtype, std::nullopt for an operation or a dtype that it does not. A sum of bool is a logical
-  /// or, and its product a logical and. An average is a sum that is divided afterwards.
+  /// Returns how MPI reduces a dtype, std::nullopt for an operation or a dtype that it does not. See computed_op.
   [[nodiscard]] std::optional<Reduction> reduction(at::ScalarType type, c10d::ReduceOp::RedOpType op) const {
     using Op = c10d::ReduceOp;
     const std::pair<at::ScalarType, MPI_Datatype> types[] = {
@@ -246,12 +245,11 @@ class MpiEngine {
         {at::kLong, MPI_INT64_T}, {at::kHalf, two_bytes_},   {at::kBFloat16, two_bytes_}};
     const auto* const found =
         std::find_if(std::begin(types), std::end(types), [&](auto& t) { return t.first == type; });
-    if (found == std::end(types) || (op == Op::AVG && !c10::isFloatingType(type))) return std::nullopt;
-    if (op == Op::AVG) op = Op::SUM;
-    if (type == at::kBool) op = op == Op::SUM ? Op::MAX : op == Op::PRODUCT ? Op::MIN : op;
+    const auto computed = computed_op(type, op);
+    if (found == std::end(types) || !computed) return std::nullopt;
     const Op::RedOpType known[] = {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX};
-    const auto i =
-        static_cast<std::size_t>(std::find(std::begin(known), std::end(known), op) - std::begin(known));
+    const auto i = static_cast<std::size_t>(std::find(std::begin(known), std::end(known), *computed) -
+                                            std::begin(known));
     if (i == std::size(known)) return std::nullopt;
     const MPI_Op ops[] = {MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};
     return Reduction{found->second,

@@ -28,14 +28,13 @@
 
 namespace lockstep::detail {
 
-/// Returns how shared memory reduces a dtype, null for an operation or a dtype that Gloo refuses. A sum of bool is a
-/// logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided afterwards.
+/// Returns how shared memory reduces a dtype, null for an operation or a dtype that Gloo refuses. See computed_op.
 inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
-  if (op == c10d::ReduceOp::AVG && !at::isFloatingType(type)) return nullptr;
-  const auto of = [op]<class Unsigned, class T>(Unsigned, T) -> Fold {
-    switch (op) {
+  const auto computed = computed_op(type, op);
+  if (!computed) return nullptr;
+  const auto of = [computed]<class Unsigned, class T>(Unsigned, T) -> Fold {
+    switch (*computed) {
       case c10d::ReduceOp::SUM:
-      case c10d::ReduceOp::AVG:
         return fold<Unsigned, AddElements>;
       case c10d::ReduceOp::PRODUCT:
         return fold<Unsigned, MultiplyElements>;
@@ -59,15 +58,12 @@ inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
     case at::kChar:
       return of(std::uint8_t(), std::int8_t());
     case at::kByte:
+    case at::kBool:
       return of(std::uint8_t(), std::uint8_t());
     case at::kInt:
       return of(std::uint32_t(), std::int32_t());
     case at::kLong:
       return of(std::uint64_t(), std::int64_t());
-    case at::kBool:
-      if (op == c10d::ReduceOp::SUM) return fold<std::uint8_t, GreatestElement>;
-      if (op == c10d::ReduceOp::PRODUCT) return fold<std::uint8_t, LeastElement>;
-      return of(std::uint8_t(), std::uint8_t());
     default:
       return nullptr;
   }

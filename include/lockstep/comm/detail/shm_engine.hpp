@@ -79,8 +79,8 @@ struct ShmOperation {
 };
 
 /// The collectives and messages of one rank of a group in shared memory. There is no thread: launching copies the input
-/// into blocks of this rank and returns, and whoever waits for anything moves all engines of the process on. So an
-/// operation completes once all ranks have launched it, whatever they do afterwards.
+/// into blocks of this rank and returns, and a thread that waits for any operation moves all engines of the process on.
+/// So an operation completes once all ranks have launched it, whatever they do afterwards.
 ///
 /// An operation is cut into pieces of one block; a large all-reduce of more than two ranks is summed in parts, each by
 /// the first rank that comes, otherwise each rank computes its own result. At most `ShmMemory::slots` pieces and
@@ -127,8 +127,6 @@ class ShmEngine {
   /// Launches an operation. Never blocks, but for the memory's copy.
   void launch(Operation operation) {
     const std::lock_guard lock(mutex_);
-    if (sleeping_.load() > 0)
-      change(memory_->rank(rank_).bell);  // a thread that sleeps may have to make room
     if (failed_ != ShmOperation::State::pending) return end(*operation, failed_);
     if (operation->is_message()) {
       messages_.push_back(std::move(operation));
@@ -140,6 +138,8 @@ class ShmEngine {
       queue_.push_back(std::move(operation));
     }
     step();
+    // A thread that sleeps does not wait for room yet.
+    if (launched_ < queue_.size() && sleeping_.load() > 0) change(memory_->rank(rank_).bell);
   }
 
   /// Blocks until the operation has ended, at most until `until`. Returns whether it has.
@@ -658,7 +658,8 @@ class ShmEngine {
   State failed_ = State::pending;
   std::uint64_t next_ = 0;       // the number of the next piece
   std::deque<Operation> queue_;  // collectives whose result this rank does not have
-  std::size_t launched_ = 0;     // of them, those of which all pieces are launched
+  std::size_t launched_ =
+      0;  // the number of collectives at the front of queue_ whose pieces are all launched
   std::vector<Operation> messages_;
   std::vector<std::size_t> free_;  // blocks; the last one was used last
   std::deque<std::pair<std::uint64_t, std::size_t>>

@@ -69,40 +69,37 @@ inline void set_timeout(int socket, std::chrono::milliseconds timeout) {
   for (const int direction : {SO_RCVTIMEO, SO_SNDTIMEO})
     setsockopt(socket, SOL_SOCKET, direction, &time, sizeof time);
 }
-/// The control data that carries one descriptor.
-union Control {
-  cmsghdr header;
-  char bytes[CMSG_SPACE(sizeof(int))];
-};
-inline void send_descriptor(int socket, int fd) {
+/// A message of one byte, with room for one descriptor.
+struct DescriptorMessage {
+  DescriptorMessage() {
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+
   char byte = 0;
   iovec part{&byte, 1};
-  Control control{};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = &control;
-  message.msg_controllen = sizeof control.bytes;
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+};
+inline void send_descriptor(int socket, int fd) {
+  DescriptorMessage sent;
+  cmsghdr* const header = CMSG_FIRSTHDR(&sent.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  if (again([&] { return sendmsg(socket, &message, MSG_NOSIGNAL); }) != 1)
+  if (again([&] { return sendmsg(socket, &sent.message, MSG_NOSIGNAL); }) != 1)
     throw ShmError(formatted("passing the memory to another rank failed: {}", std::strerror(errno)));
 }
 /// Returns no descriptor if the other side has closed the socket.
 inline Descriptor receive_descriptor(int socket) {
-  char byte = 0;
-  iovec part{&byte, 1};
-  Control control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = &control;
-  message.msg_controllen = sizeof control.bytes;
-  if (again([&] { return recvmsg(socket, &message, MSG_CMSG_CLOEXEC); }) != 1) return Descriptor();
-  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  DescriptorMessage received;
+  if (again([&] { return recvmsg(socket, &received.message, MSG_CMSG_CLOEXEC); }) != 1) return Descriptor();
+  const cmsghdr* const header = CMSG_FIRSTHDR(&received.message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Descriptor();
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
