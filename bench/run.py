@@ -277,9 +277,9 @@ def write(path, table, config, rounds, digits):
         f"  {first_line(['clang++', '--version']) if shutil.which('clang++') else 'clang'}. compile-memory: the compiler's peak memory.",
         "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
     ]
-    examples = "\n## Examples\n"  # of examples.py, entered by hand
+    others = "\n## The control plane\n"  # what follows is of other programs
     with open(path) as file:
-        kept = file.read().partition(examples)
+        kept = file.read().partition(others)
     lines[-1] += "".join(kept[1:])
     with open(path + ".part", "w") as file:
         file.write("\n".join(lines))

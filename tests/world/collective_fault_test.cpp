@@ -94,6 +94,32 @@ TEST_CASE("without launch, rank 0 finds that the ranks have made unequally many 
   CHECK(ranks[0].out() == "mismatch\n");
 }
 
+TEST_CASE("without launch, ranks that leave by a destructor log that they have made unequally many calls") {
+  Together ranks({program, "level one leaves uneven"}, 3);
+  CHECK(ranks.wait(30s) == std::vector<int>(3, 0));
+  for (const int rank : {1, 2})
+    CHECK(count(ranks[rank].error(), "rank 0 has left after broadcast #2, and rank ") == 1);
+}
+
+TEST_CASE("calls that differ just before std::exit(0) end the run with exit code 1") {
+  for (const int nproc : {2, 3}) {
+    auto ranks = start({program, "exits differently", "--nproc", std::to_string(nproc)});
+    CHECK(ranks.wait(30s));
+    INFO(ranks.out() << ranks.error());
+    CHECK(ranks.exit_code() == 1);
+    CHECK(reported(ranks.error()).failure.kind == FailureKind::mismatch);
+  }
+}
+
+TEST_CASE("a communicator's destructor waits for nobody, and the end of launch completes what it leaves") {
+  auto ranks = start({program, "leaves a message", "--nproc", "3"});
+  CHECK(ranks.wait(60s));
+  INFO(ranks.out() << ranks.error());
+  CHECK(ranks.exit_code() == 0);
+  CHECK(count(ranks.out(), "has 0 of rank 0\n") == 1);
+  CHECK(count(ranks.out(), "of rank 1\n") == 1);
+}
+
 TEST_CASE("a rank that has caught its exception is told that the others have ended by it") {
   Together ranks({program, "retries alone first"}, 3);
   CHECK(ranks.wait(30s) == std::vector<int>{0, 1, 1});

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/cpu_comm.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 #include "support/store_news.hpp"
@@ -35,6 +36,33 @@ bool is_child_that_returns(const std::string& mode) {
   waitpid(child, &status, 0);
   if (mode != "a child throws" && (!WIFEXITED(status) || WEXITSTATUS(status) != 3)) std::exit(9);
   return false;
+}
+
+// Makes calls of which the last is another one on rank `culprit`, and ends without leaving the communicator.
+[[noreturn]] void exit_differently(const lockstep::World& world, int culprit) {
+  auto* comm = new lockstep::GlooComm(world);  // which does not compare by itself
+  for (int call = 0; call < 6; ++call) {
+    auto one = torch::ones({4});
+    const bool differs = call == 5 && world.rank() == culprit;
+    comm->all_reduce(one, differs ? lockstep::ReduceOp::max : lockstep::ReduceOp::sum).synchronize();
+  }
+  std::exit(0);
+}
+
+// Destroys a communicator whose message the last rank has not received yet.
+int leave_message(const lockstep::World& world, int culprit) {
+  lockstep::GlooComm comm{world};
+  auto numbers = torch::full({1 << 22}, world.rank());
+  if (world.rank() != culprit) {
+    const auto work = comm.send(numbers, culprit);
+    return 0;
+  }
+  for (int rank = 0; rank < culprit; ++rank) {
+    std::this_thread::sleep_for(1s);
+    comm.recv(numbers, rank).synchronize();
+    world.log.all().info("has {} of rank {}", numbers.sum().item<float>(), rank);
+  }
+  return 0;
 }
 
 // Makes six calls, of which the third is another one on rank `culprit`. No rank waits in vain, so that the program would
@@ -128,6 +156,8 @@ int rank_of(const std::string& mode, lockstep::World world) {
   }
   if (mode == "never comes") lockstep_test::meet(world);
   if (mode == "fails often") return fail_often(world, culprit);
+  if (mode == "exits differently") exit_differently(world, culprit);
+  if (mode == "leaves a message") return leave_message(world, culprit);
   if (mode.starts_with("retries")) {
     for (int attempt = 0; attempt < 2; ++attempt) try {
         lockstep::CpuComm comm{world};
@@ -190,6 +220,7 @@ int main(int argc, char** argv) {
       comm.barrier();
       if (mode.ends_with("uneven") && world.rank() == 0) static_cast<void>(comm.broadcast(at::ones({4}), 0));
       if (mode.ends_with("uneven") && world.rank() > 0) std::this_thread::sleep_for(3s);
+      if (mode.starts_with("level one leaves")) return 0;  // rank 0 does not wait for the others
       comm.shutdown();
       return 0;
     } catch (const lockstep::MismatchError&) {

@@ -335,7 +335,7 @@ TEST_CASE("the last client that was refused is noted with its address and the re
         "a process at 127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a "
         "run one, or none");
   const auto stranger = served.stranger();
-  REQUIRE(sends(stranger, FrameWriter().raw("lockstep store 7\n").take()));
+  REQUIRE(sends(stranger, FrameWriter().raw("lockstep store 5\n").take()));
   CHECK(hangs_up(stranger));
   CHECK(
       reason() ==
@@ -505,7 +505,7 @@ TEST_CASE("a client tells what is wrong at the other end") {
   for (const auto& [words, text] : std::vector<std::pair<std::string, std::string>>{
            {"", "does not answer as a store of lockstep"},  // somebody who listens and never answers
            {"SSH-2.0-OpenSSH_9.2\r\n", "is not a store of lockstep"},
-           {std::string("\x12\0\0\0lockstep store 7\n\0", 22), "another version of lockstep"}}) {
+           {std::string("\x12\0\0\0lockstep store 5\n\0", 22), "another version of lockstep"}}) {
     const auto listener = listen_on("127.0.0.1", 0);
     bool sent = false;
     std::thread other([&, &words = words] {

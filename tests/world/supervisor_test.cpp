@@ -18,7 +18,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"

@@ -58,8 +58,8 @@ enum class ReduceOp { sum, avg, min, max, product };
 /// 6. `abort(reason)` never waits for another rank. It fails the collectives in flight on this rank and
 ///    publishes `reason` to the other ranks, which takes at most 1 s. Errors are sticky: every later call
 ///    rethrows the first one.
-/// 7. `shutdown()` leaves the group after its collectives completed. The destructor calls it; during stack
-///    unwinding the destructor aborts instead, so that it never waits for a timeout.
+/// 7. `shutdown()` leaves the group after its collectives completed. The destructor leaves it, too, and waits for no
+///    other rank; while an exception unwinds the stack it aborts.
 /// 8. Optional: `world_rank(rank)` returns the rank that errors name, `rank` itself by default.
 ///    `check_error()` throws the first error of an operation that only a stream waits for.
 ///

@@ -46,6 +46,7 @@ or leave this header out"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/host_share.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
@@ -111,7 +112,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions nccl_backend(const World& world
     const c10::cuda::CUDAGuard guard(device);
     auto own = c10d::ProcessGroupNCCL::Options::create(nccl.is_high_priority_stream);
     // LibTorch's own timeout error says less than ours, so it must expire later.
-    own->timeout = nccl.timeout + std::chrono::seconds(10);
+    own->timeout = nccl.timeout + detail::backend_slack;
 #ifdef LOCKSTEP_DETAIL_HAS_NCCL2
     if (nccl.engine == NcclEngine::nccl2) {
       auto backend = c10::make_intrusive<c10d::nccl2::ProcessGroupNCCL>(store, rank, size, std::move(own));

@@ -74,7 +74,8 @@ static_assert(AsyncWork<ProcessGroupWork>);
 ///
 /// The program may share the backend with other code; every rank then issues the collectives of both users
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
-/// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
+/// backend after its operations have completed. The destructor leaves that to a thread, for which it waits at most 0.5 s:
+/// without `launch`, which awaits such threads, wait for what is in flight, or call shutdown(), before the process ends. A communicator on a device calls c10d::Backend::abort() once,
 /// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
 /// kernels in flight would never end. On a CPU it calls abort() only on backends that `make_backend` has made, where
 /// they have one. It does not use the backend afterwards.
@@ -170,7 +171,8 @@ class ProcessGroupComm {
   /// See Communicator. Thread-safe.
   void abort(const std::string& reason);
 
-  /// See Communicator. Throws TimeoutError when the timeout expires. A no-op after a failure.
+  /// See Communicator. Where this process hosts the store, blocks until every rank has left the group or ended, and throws
+  /// MismatchError if their calls have differed. Throws TimeoutError when the timeout expires. A no-op after a failure.
   void shutdown();
 
  protected:
@@ -183,8 +185,8 @@ class ProcessGroupComm {
   [[nodiscard]] const std::shared_ptr<detail::BackendGroup>& group() const;
 
  private:
-  // Ends the use of the group, if there is one: aborts it if it has failed, or during the unwinding of an exception
-  // that was thrown after the construction, else shuts it down.
+  // Ends the use of the group, if there is one, without waiting for another rank: aborts it if it has failed, or during the
+  // unwinding of an exception that was thrown after the construction.
   void leave() noexcept;
 
   Work message(bool sends, at::TensorList tensors, int peer, int tag);

@@ -188,7 +188,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     Group group(world, {0, 1, 2}, "test/farewell", 5min);
     group.join();
     if (mine) raise(SIGKILL);
-    group.depart(Group::making());
+    group.depart();
     lockstep::detail::CallWatch(group, Group::making()).await_departures();
     std::cout << "left" << std::endl;
     return 0;

@@ -40,11 +40,11 @@
 #include "lockstep/comm/detail/host_work.hpp"
 #include "lockstep/comm/detail/shm_engine.hpp"
 #include "lockstep/comm/options.hpp"
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
@@ -298,18 +298,24 @@ class BackendGroup final : public Group {
     if (closed() || failed()) return;
     const ShmEngine::Mover mover;
     const Call call = message("shutdown", {}, 0);
-    depart(call);  // closes the group: what throws below is not called again
-    finish_works(call);
+    depart(&call);  // closes the group: what throws below is not called again
+    await_works(call);
     CallWatch(*this, call).await_departures();
+  }
+  /// Leaves the group without waiting for another rank: works in flight are completed on a thread that may be left behind,
+  /// and that the end of `launch` awaits. Logs that the ranks have made different calls if nobody else says so.
+  void leave() noexcept try {
+    if (closed() || failed()) return;
+    depart();
+    auto finishing = finish_works();
+    if (!finishing->ends_within(last_wait)) state_of(world()).leave_behind(std::move(finishing));
+    if (!plane() || ending_rank.load()) return;
+    if (const auto failure = plane()->different_ends(status()))
+      world().log.all().error("{}", failure->message);
+  } catch (const std::exception&) {  // there is no memory or no thread
   }
 
  private:
-  // The pauses between two questions whether a polled work is complete: of the program, which waits for it,
-  // and of the thread that watches it.
-  static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000}, watch_pause{20000};
-  // How long the destructor waits for a backend that ends.
-  static constexpr std::chrono::milliseconds last_wait{500};
-
   // Waits for a work, a while and at most until `until`. Returns whether it has completed. Gloo's works and lockstep's
   // say so; another must be asked, with growing pauses.
   bool completes(const Call& call, c10d::Work& work, Clock::time_point until,
@@ -410,12 +416,11 @@ class BackendGroup final : public Group {
   } catch (const std::exception&) {  // no thread can be started
   }
 
-  // Completes the works in flight, unless another rank has failed, on a thread that can be left behind.
-  void finish_works(const Call& call) {
-    std::unique_lock lock(mutex_);
-    const Backend left = made_ && on_host() ? backend_ : Backend();
-    const LeavableThread finishing([backend = std::move(backend_), kept = std::exchange(kept_, {}),
-                                    timeout = timeout(), on_device = !on_host()]() mutable {
+  // Completes the works in flight on a thread that can be left behind.
+  std::unique_ptr<LeavableThread> finish_works() {
+    const std::lock_guard lock(mutex_);
+    return std::make_unique<LeavableThread>([backend = std::move(backend_), kept = std::exchange(kept_, {}),
+                                             timeout = timeout(), on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
           if (message.use_count() == 1) message->wait(timeout);  // a message may be waited for only once
@@ -426,11 +431,15 @@ class BackendGroup final : public Group {
       if (on_device && backend.use_count() == 1) shut_down(*backend);
       backend.reset();
     });
-    lock.unlock();
+  }
+  // The same, and waits for it unless another rank has failed.
+  void await_works(const Call& call) {
+    const Backend left = made_ && on_host() ? backend_ : Backend();
+    const auto finishing = finish_works();
     const auto end = call.start + timeout();
-    while (!finishing.ends_within(look_interval) && !ended() && Clock::now() < end) {
+    while (!finishing->ends_within(look_interval) && !ended() && Clock::now() < end) {
     }
-    if (finishing.ends_within({})) return;
+    if (finishing->ends_within({})) return;
     if (left) at_most(last_wait, [left] { abort_operations(*left); });
     if (!ended()) throw_timeout(call);
   }

@@ -166,7 +166,7 @@ class CallWatch {
     if (!state_of(group_.world()).hosts_store()) return plane->remove(&group_.status());
     const auto end = call_.start + group_.timeout();
     auto next_question = Clock::now() + last_request_timeout;
-    for (Milliseconds pause(1);; pause = std::min<Milliseconds>(2 * pause, look_interval)) {
+    for (auto pause = first_retry_pause;; pause = std::min<Milliseconds>(2 * pause, look_interval)) {
       const std::vector<int> staying = plane->staying(group_.status(), end);
       if (staying.empty() || group_.ended()) break;
       if (Clock::now() >= next_question) {
@@ -184,13 +184,7 @@ class CallWatch {
             staying);
       std::this_thread::sleep_for(pause);
     }
-    std::optional<Failure> failure;  // that the ranks have made different calls
-    try {
-      failure = plane->client(Clock::now() + answer_timeout).summary().failure;
-    } catch (const StoreError&) {  // the store has pushed it, or is gone
-      failure = plane->failure();
-    }
-    if (failure && failure->kind == FailureKind::mismatch)
+    if (const auto failure = plane->different_ends(group_.status()))
       std::rethrow_exception(group_.peer_error(*failure, call_));
   }
 

@@ -34,6 +34,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -100,7 +101,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
         ioctl(fd, FIONREAD, &unread);
         if (sends || unread > 0 || info.tcpi_last_data_recv < quiet_ms) moving = true;
       });
-      if (moving) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      if (moving) std::this_thread::sleep_for(abort_pause);
     }
     for_connections([](int fd, bool) { ::shutdown(fd, SHUT_RD); });
   }
@@ -170,7 +171,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions gloo_backend(const World& world
   group.make_backend = [world, options, timeout = group.timeout](const StorePtr& store, int rank, int size) {
     const SigpipeGuard guard;  // for Gloo's threads, which start here
     // Gloo's own timeout error says less than ours, so it must expire later.
-    auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + std::chrono::seconds(10));
+    auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + backend_slack);
     gloo->threads = options.threads;
     std::vector<int> loops;
     static std::mutex one_at_a_time;

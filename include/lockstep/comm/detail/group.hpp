@@ -248,12 +248,14 @@ class Group {
     if (plane_) plane_->notice();
   }
 
-  /// Announces to the other ranks that this rank leaves gracefully. Later calls throw CommunicationError.
-  void depart(const Call& call) {
+  /// Announces to the other ranks that this rank leaves gracefully, and waits until they are told if `call` is given. Later
+  /// calls throw CommunicationError.
+  void depart(const Call* call = nullptr) {
     closed_ = true;
     status_->leave();
-    if (plane_ && !plane_->publish_departure(*status_, call.start + timeout_))
-      throw timeout_error(call, silence(call, timeout_));
+    const auto until = call ? std::optional(call->start + timeout_) : std::nullopt;
+    if (plane_ && !plane_->publish_departure(*status_, until) && call)
+      throw timeout_error(*call, silence(*call, timeout_));
   }
 
  protected:

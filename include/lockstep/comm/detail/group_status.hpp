@@ -65,17 +65,16 @@ struct CallContent {
   std::size_t tensors = 0;
   at::DimVector sizes{};  // of the first tensor, with its dtype
   at::ScalarType dtype = at::ScalarType::Undefined;
-  std::uint64_t hash = 0;  // of all that, and of each tensor's shape and dtype
+  std::uint64_t hash = 0;  // of all that, and of each tensor's number of elements and dtype
 
   static CallContent of(std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors = {}) {
     CallContent content{op, root, tensors.size()};
-    content.hash = next_hash(op ? static_cast<std::uint64_t>(*op) + 1 : 0,
-                             static_cast<std::uint64_t>(root.value_or(-1)));
-    for (const at::Tensor& tensor : tensors) {
-      content.hash = next_hash(content.hash, static_cast<std::uint64_t>(tensor.scalar_type()));
-      for (const std::int64_t size : tensor.sizes())
-        content.hash = next_hash(content.hash, static_cast<std::uint64_t>(size));
-    }
+    content.hash = next_hash(
+        op ? static_cast<std::uint64_t>(*op) + 1 : 0,
+        static_cast<std::uint64_t>(tensors.size()) << 32 | static_cast<std::uint32_t>(root.value_or(-1)));
+    for (const at::Tensor& tensor : tensors)  // a right program may give one rank [6] and another [2, 3]
+      content.hash = next_hash(content.hash, static_cast<std::uint64_t>(tensor.numel()) << 8 |
+                                                 static_cast<std::uint8_t>(tensor.scalar_type()));
     if (tensors.empty()) return content;
     content.sizes = tensors[0].sizes();
     content.dtype = tensors[0].scalar_type();
@@ -152,8 +151,7 @@ class GroupStatus : public ReportedGroup {
         all.marks.push_back({sequence_ - back, last_[(sequence_ - back) % most_kept].hash});
     return all;
   }
-  /// No collective follows. The next report is the last: the store forgets the group once all ranks have left.
-  void leave() {
+  void leave() override {
     const std::lock_guard lock(mutex_);
     left_ = true;
   }

@@ -158,14 +158,9 @@ LOCKSTEP_INLINE void ProcessGroupComm::leave() noexcept {
     static_cast<void>(new auto(group));  // its threads run in the parent alone
   } else if (group->failed() || std::uncaught_exceptions() > exceptions_) {
     group->abort("");  // a destructor does not see the exception that unwinds the stack
-  } else
-    try {
-      group->shutdown();
-    } catch (const std::exception& error) {
-      if (dynamic_cast<const MismatchError*>(&error) && !detail::ending_rank.load())  // else `launch` says so
-        group->world().log.all().error("{}", error.what());
-      group->abort(error.what());
-    }
+  } else {
+    group->leave();
+  }
 }
 
 LOCKSTEP_INLINE int ProcessGroupComm::rank() const {

@@ -74,6 +74,8 @@ struct ReportedGroup {
   [[nodiscard]] virtual std::vector<RecordedCall> last_calls() const = 0;
   /// Returns the marks that the store compares, if there are new ones.
   virtual std::optional<CallMarks> new_marks() = 0;
+  /// No collective follows. The next report is the last: the store forgets the group once all ranks have left.
+  virtual void leave() = 0;
 
   const std::string name;
   const std::vector<int> ranks;  // global, by rank in the group

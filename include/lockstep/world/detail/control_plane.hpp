@@ -55,15 +55,25 @@ class ControlPlane {
   /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
   /// ranks report within half a second.
   LOCKSTEP_PROCESS_WIDE static std::string different_calls_of_process() {
-    std::vector<std::shared_ptr<ControlPlane>> planes;
-    {
-      const std::lock_guard lock(registry().first);
-      for (const auto& [connection, plane] : registry().second)
-        if (auto known = plane.lock()) planes.push_back(std::move(known));
-    }
-    for (const auto end = Clock::now() + mismatch_timeout; const auto& plane : planes)
+    for (const auto end = Clock::now() + mismatch_timeout; const auto& plane : of_process())
       if (const auto failure = plane->await_mismatch(end)) return failure->message;
     return {};
+  }
+  /// Reports to a store for the last time, as this process ends. Returns where it is in the groups that it has not left.
+  LOCKSTEP_PROCESS_WIDE static std::vector<RankPosition> last_positions(const StoreConnection* store) {
+    std::vector<RankPosition> last;
+    for (const auto& plane : of_process()) {
+      if (plane->connection_.get() != store) continue;
+      {
+        const std::lock_guard lock(plane->mutex_);
+        for (const auto& group : plane->groups_) {
+          group->leave();
+          last.push_back({group->name, group->position()});
+        }
+      }
+      plane->report();
+    }
+    return last;
   }
 
   /// Subscribes rank `rank` of the run.
@@ -144,15 +154,35 @@ class ControlPlane {
   void publish(const Event& event) noexcept {
     if (!failed_elsewhere_) connection_->post(StoreOperation::publish, event);
   }
-  /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store does not answer by
-  /// `until`.
-  bool publish_departure(const ReportedGroup& group, Clock::time_point until) try {
-    report();
-    client(until).publish(
-        {.kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()});
-    return true;
-  } catch (const StoreError&) {
-    return Clock::now() < until;  // another rank has failed, or the store is gone
+  /// Announces to every rank that this rank leaves a group gracefully. Returns false if the store has not told the others by
+  /// `until`. Without that waits only where this process hosts the store, which may end with it.
+  bool publish_departure(const ReportedGroup& group, std::optional<Clock::time_point> until) noexcept {
+    if (!until && connection_->hosts_store()) until = Clock::now() + last_request_timeout;
+    try {
+      report();
+      const Event event{
+          .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
+      until ? static_cast<void>(client(*until).publish(event)) : publish(event);
+      return true;
+    } catch (const std::exception&) {  // another rank has failed, or the store is gone
+      return until && Clock::now() < *until;
+    }
+  }
+  /// Returns the failure of ranks whose calls in a group that this one has left differ, as far as it is known here: the
+  /// process that hosts the store knows of all that have left before it, another one of the host.
+  [[nodiscard]] std::optional<Failure> different_ends(const ReportedGroup& group) const {
+    std::optional<Failure> found = failure();
+    if (!found && connection_->hosts_store()) try {
+        const RunSummary run = client(Clock::now() + answer_timeout).summary();
+        found = run.disputed ? await_failure(mismatch_timeout) : run.failure;
+      } catch (const StoreError&) {
+      }
+    const std::lock_guard lock(mutex_);
+    const FailedCall own = group.position();
+    if (const auto gone = view_.departed.find(group.name); !found && gone != view_.departed.end())
+      for (const auto& [rank, last] : gone->second)
+        if (last.sequence != own.sequence) found = left_unequally(rank_, own, rank, last);
+    return found && found->kind == FailureKind::mismatch ? found : std::nullopt;
   }
   /// Returns which of the other ranks have neither left a group nor ended.
   [[nodiscard]] std::vector<int> staying(const ReportedGroup& group, Clock::time_point until) const try {
@@ -190,7 +220,8 @@ class ControlPlane {
       }
     };
     report();
-    for (Milliseconds pause(5); !failed_elsewhere_; pause = std::min(2 * pause, Milliseconds(100))) try {
+    for (auto pause = first_retry_pause; !failed_elsewhere_; pause = std::min(2 * pause, 2 * look_interval))
+      try {
         const auto asked = Clock::now();
         const auto reply =
             client(std::max(question.begin + most, asked + news_timeout)).reports(group.name, group.ranks);
@@ -259,6 +290,13 @@ class ControlPlane {
     static auto* known = new Registry();
     return *known;
   }
+  LOCKSTEP_PROCESS_WIDE static std::vector<std::shared_ptr<ControlPlane>> of_process() {
+    std::vector<std::shared_ptr<ControlPlane>> planes;
+    const std::lock_guard lock(registry().first);
+    for (const auto& [connection, plane] : registry().second)
+      if (auto known = plane.lock()) planes.push_back(std::move(known));
+    return planes;
+  }
 
   void listen() noexcept {
     const auto over = [&] { return stopping_ || failed_elsewhere_; };  // also under the connection's lock
@@ -306,7 +344,7 @@ class ControlPlane {
     auto next = Clock::now() + report_interval;
     for (const auto& [wait, message] : messages_) {
       if (Clock::now() >= message.due) message.abort();
-      next = std::min(next, std::max(message.due, Clock::now() + Milliseconds(20)));
+      next = std::min(next, std::max(message.due, Clock::now() + message_pause));
     }
     return next;
   }

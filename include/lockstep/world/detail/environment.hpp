@@ -25,6 +25,9 @@
 
 namespace lockstep::detail {
 
+/// The most ranks of a run.
+inline constexpr int most_ranks = 1 << 20;
+
 /// Parses `text` as an integer. Returns std::nullopt if it is not one.
 inline std::optional<int> whole_number(std::string_view text) {
   int value = 0;

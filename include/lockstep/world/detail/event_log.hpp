@@ -1,5 +1,7 @@
 #pragma once
 
+#include <signal.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -23,6 +25,14 @@
 /// argument.
 namespace lockstep::detail {
 
+/// The last collective of a rank in a communicator.
+struct RankPosition {
+  std::string group = {};
+  FailedCall position = {};
+};
+template <>
+inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::position};
+
 /// What happens in a run. The store takes events in one order, and sends those to every rank that it must know.
 struct Event {
   enum Kind : std::uint8_t {
@@ -31,27 +41,38 @@ struct Event {
     departed,   ///< a rank has left `group` after its collective `position`
     refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
-    ended       ///< a rank has ended with exit code `failure.code`; it is not sent on
+    ended  ///< a rank has ended with exit code `failure.code`, in communicators at `last`; it is not sent on
   };
   Kind kind = failed;
   int rank = -1;
   std::string group = {};
   FailedCall position = {};
   Failure failure = {};
+  std::vector<RankPosition> last = {};
 };
 template <>
 inline constexpr Event::Kind last_of<Event::Kind> = Event::ended;
 template <>
 inline constexpr auto fields_of<Event> =
-    std::tuple{&Event::kind, &Event::rank, &Event::group, &Event::position, &Event::failure};
+    std::tuple{&Event::kind, &Event::rank, &Event::group, &Event::position, &Event::failure, &Event::last};
 
-/// The last collective of a rank in a communicator.
-struct RankPosition {
-  std::string group = {};
-  FailedCall position = {};
-};
-template <>
-inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::position};
+/// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
+/// since the first one has become known. A rank that dies makes other ranks fail, and their reports may arrive before its
+/// death is seen. So a killed process ranks before all others, a cause before a consequence, and otherwise
+/// the earlier failure first. A consequence waits for its cause. The store is told of causes alone, by ranks
+/// that already wait no longer: for it the first that arrives is decided at once.
+inline const Failure* first_failure(const std::vector<Failure>& failures, std::chrono::nanoseconds waited) {
+  const auto order = [](const Failure& failure) {
+    if (failure.kind == FailureKind::died && failure.code == 128 + SIGKILL) return 0;
+    return failure.kind == FailureKind::consequence ? 2 : 1;
+  };
+  const auto first = std::min_element(failures.begin(), failures.end(), [&](const auto& a, const auto& b) {
+    return std::pair(order(a), a.time) < std::pair(order(b), b.time);
+  });
+  if (first == failures.end()) return nullptr;
+  const Milliseconds settling[]{{}, cause_settles, consequence_settles};
+  return waited < settling[order(*first)] ? nullptr : &*first;
+}
 /// What the store knows of a rank that somebody asks for.
 struct RankReport {
   std::int64_t age = -1;                     // of its last report, in ms; -1 if it is not connected
@@ -91,14 +112,16 @@ inline constexpr auto fields_of<Meeting> =
 /// What the store knows of a run.
 struct RunSummary {
   std::optional<Failure> failure{};  // the first
+  bool disputed = false;             // calls differ, and two ranks are asked which
   std::size_t ended = 0;             // how many ranks have ended
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
   Meeting meeting = {};              // that was asked for; one that all have come to if it is not kept
 };
 template <>
-inline constexpr auto fields_of<RunSummary> = std::tuple{
-    &RunSummary::failure, &RunSummary::ended, &RunSummary::quiet, &RunSummary::hints, &RunSummary::meeting};
+inline constexpr auto fields_of<RunSummary> =
+    std::tuple{&RunSummary::failure, &RunSummary::disputed, &RunSummary::ended,
+               &RunSummary::quiet,   &RunSummary::hints,    &RunSummary::meeting};
 
 /// The reason of a rank whose stack an exception unwinds, past a communicator.
 inline const std::string by_exception = "an exception, which its own output names, has ended it";

@@ -15,12 +15,12 @@
 #include <thread>
 #include <utility>
 
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/failure.hpp"

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
@@ -114,7 +115,7 @@ class LineRelay {
   void tick(Clock::time_point now = Clock::now()) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       auto& cursor = cursor_of(stream);
-      const bool idle = now - streams_[stream].last >= std::chrono::milliseconds(200);
+      const bool idle = now - streams_[stream].last >= idle_line;
       if (cursor.open_by == stream && idle) flush_others(stream);
       if (terminal_[stream % 2] && idle && cursor.open_by == none && !streams_[stream].pending.empty())
         flush(stream, true);

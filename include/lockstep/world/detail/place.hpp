@@ -116,6 +116,9 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
     if (nproc.value_or(1) > 1 && (first_of_host || alone_here)) {
       require_sane();
       if (alone_here) {
+        if (std::int64_t{env.size} * *nproc > most_ranks)
+          throw UsageError(formatted("{} on each of {} hosts are more than {} ranks: start fewer", given,
+                                     env.size, most_ranks));
         env.rank *= *nproc;
         env.size *= *nproc;
         require_size(variables, env);

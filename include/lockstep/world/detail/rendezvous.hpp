@@ -211,7 +211,8 @@ inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
   const auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
   for (;; std::this_thread::sleep_for(first_retry_pause)) {
     const RunSummary run = RunClient(connection, last_request_timeout).summary();
-    const bool over = run.ended >= static_cast<std::size_t>(size) || Clock::now() >= deadline;
+    const bool over =
+        (run.ended >= static_cast<std::size_t>(size) && !run.disputed) || Clock::now() >= deadline;
     if (!over && !(well && run.failure)) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
     if (!well || !run.failure || run.failure->kind != FailureKind::mismatch) return 0;

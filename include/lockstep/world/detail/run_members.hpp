@@ -54,7 +54,6 @@ struct Outbox {
 /// have come, or nobody waits in it and no coming lasts.
 class RunMembers {
  public:
-  static constexpr int most_ranks = 1 << 20;
   static constexpr std::size_t max_meetings = 1 << 16;
 
   /// A rank that has joined, or of which something is known without that.

@@ -73,7 +73,7 @@ class RunState {
         const auto rank = in.value<int>();
         unsubscribe(connection);
         out_.reply(asker, {});
-        if (rank < 0 || rank >= RunMembers::most_ranks) return in.whole();
+        if (rank < 0 || rank >= most_ranks) return in.whole();
         subscribers_[connection] = rank;
         reports_[rank] = {.connection = connection};
         for (const std::string& event : log_) out_.push({connection}, StorePush::event, event);
@@ -150,6 +150,7 @@ class RunState {
     const auto quiet = std::chrono::floor<std::chrono::milliseconds>(now - last_join_);
     out_.reply(asker, encoded(RunSummary{
                           .failure = failure_,
+                          .disputed = dispute_.has_value(),
                           .ended = members_.ended(),
                           .quiet = quiet.count(),
                           .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
@@ -158,13 +159,14 @@ class RunState {
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
   bool publish(const Event& event) {
-    if (event.rank < -1 || event.rank >= RunMembers::most_ranks) return false;
+    if (event.rank < -1 || event.rank >= most_ranks) return false;
     switch (event.kind) {
       case Event::connected:
         members_.of(event.rank).connected = true;
         return true;
       case Event::ended:
         members_.end(event.rank, event.failure.code);
+        for (const auto& [group, position] : event.last) depart(event.rank, group, position);
         return true;
       case Event::failed:
         if (failure_) return false;
@@ -176,10 +178,11 @@ class RunState {
         if (!members_.meeting().met()) return true;
         break;
       case Event::departed:
-        if (!depart(event)) return true;
+        if (!depart(event.rank, event.group, event.position)) return true;
         break;
       case Event::aborted:  // the other ranks of the group do so by the first
         if (aborted_.size() < max_groups && !aborted_.insert(event.group).second) return false;
+        comparisons_.erase(event.group);
         break;
     }
     const std::string bytes = encoded(event);
@@ -189,17 +192,17 @@ class RunState {
     out_.push(std::move(to), StorePush::event, bytes);
     return true;
   }
-  // A rank leaves a communicator. Returns whether the other ranks must know: some wait for it in vain, or it may host this
-  // store.
-  bool depart(const Event& event) {
-    const auto found = comparisons_.find(event.group);
-    if (found == comparisons_.end()) return event.rank == 0;
+  // A rank leaves a communicator after the collective `last`. Returns whether the other ranks must know: some wait for it in
+  // vain, or it may host this store.
+  bool depart(int rank, const std::string& name, const FailedCall& last) {
+    const auto found = comparisons_.find(name);
+    if (found == comparisons_.end()) return rank == 0;
     CallComparison& group = found->second;
-    const bool waited_for = group.furthest() > event.position.sequence;
-    if (const auto other = group.leave(event.rank, event.position))
-      publish({.failure = left_unequally(event.rank, event.position, other->first, other->second)});
+    const bool waited_for = group.furthest() > last.sequence;
+    if (const auto other = group.leave(rank, last))
+      publish({.failure = left_unequally(rank, last, other->first, other->second)});
     if (group.all_left()) comparisons_.erase(found);
-    return waited_for || event.rank == 0;
+    return waited_for || rank == 0;
   }
   // The ranks that are in a communicator.
   [[nodiscard]] bool list_staying(const Asker& asker, FrameReader& in) {
@@ -266,7 +269,16 @@ class RunState {
     Report& known = reports_[from->second];
     known = {connection, in.value<std::vector<RankPosition>>(), now};
     for (const CallMarks& group : in.value<std::vector<CallMarks>>()) {
-      if (!comparisons_.contains(group.group) && comparisons_.size() >= max_groups) continue;
+      if (aborted_.contains(group.group)) continue;
+      if (!comparisons_.contains(group.group) && comparisons_.size() >= max_groups) {
+        publish(
+            {.failure = {.kind = FailureKind::usage,
+                         .rank = from->second,
+                         .message = formatted("has more than {} communicators at once, whose calls cannot "
+                                              "be compared: destroy those that are not used",
+                                              max_groups)}});
+        break;
+      }
       CallComparison& comparison = comparisons_.try_emplace(group.group, group.ranks).first->second;
       for (const CallMark& mark : group.marks)
         contest(group.group, comparison.report(from->second, mark), now);

@@ -22,11 +22,11 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 

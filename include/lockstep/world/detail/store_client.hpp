@@ -16,10 +16,10 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"

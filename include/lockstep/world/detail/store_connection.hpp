@@ -205,7 +205,7 @@ class StoreConnection {
           {socket_.fd.get(), static_cast<short>(socket_.out.empty() ? POLLIN : POLLIN | POLLOUT), 0},
           {wake_.get(), POLLIN, 0}};
       // A thread that writes meanwhile may leave bytes for this one to send.
-      const auto left = std::min<Clock::duration>(until - Clock::now(), Milliseconds(100));
+      const auto left = std::min<Clock::duration>(until - Clock::now(), 2 * look_interval);
       lock.unlock();
       const auto most = std::chrono::ceil<Milliseconds>(left).count();
       poll(polled, 2, std::max(0, static_cast<int>(most)));  // a negative one would have no end

@@ -25,10 +25,12 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/process.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header
@@ -123,23 +125,6 @@ inline Failure failure_by_status(int rank, pid_t pid, int status, std::int64_t t
           .time = time};
 }
 
-/// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
-/// since the first report. A rank that dies makes other ranks fail, and their reports may arrive before its
-/// death is seen. So a killed process ranks before all others, a cause before a consequence, and otherwise
-/// the earlier failure first. A consequence waits 2 s for its cause.
-inline const Failure* first_failure(const std::vector<Failure>& failures, std::chrono::nanoseconds waited) {
-  const auto order = [](const Failure& failure) {
-    if (failure.kind == FailureKind::died && failure.code == 128 + SIGKILL) return 0;
-    return failure.kind == FailureKind::consequence ? 2 : 1;
-  };
-  const auto first = std::min_element(failures.begin(), failures.end(), [&](const auto& a, const auto& b) {
-    return std::pair(order(a), a.time) < std::pair(order(b), b.time);
-  });
-  if (first == failures.end()) return nullptr;
-  constexpr std::chrono::milliseconds settling[]{{}, std::chrono::milliseconds(50), std::chrono::seconds(2)};
-  return waited < settling[order(*first)] ? nullptr : &*first;
-}
-
 /// Returns the failure that a launcher reports, given the ranks that had ended before with exit code 0: one
 /// of them is the cause if `failure` blames it or waited for it alone. Removes it from `gone`.
 inline Failure judged(Failure failure, std::vector<int>& gone) {
@@ -166,7 +151,7 @@ struct SupervisorOptions {
   /// The time from SIGTERM to SIGKILL.
   std::chrono::milliseconds grace{3000};
   /// The timeout of ranks that handle a forwarded signal, until the first and from then until the last ends.
-  std::chrono::milliseconds interrupt_grace{30000};
+  std::chrono::milliseconds interrupt_grace = interrupt_limit;
   /// Called once after all processes are started, before any of their output is read.
   std::function<void()> started = [] {};
   /// Called once, when the first failure is known or when a rank has ended by a forwarded signal. Its message
@@ -257,7 +242,8 @@ class Supervisor {
         if (is_read(child, source)) polled.push_back({child.pipes[source].get(), POLLIN, 0});
     output_.poll_for(polled);
     // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
-    poll(polled.data(), polled.size(), !failures_.empty() || interrupted_ != 0 ? 20 : 100);
+    const auto most = !failures_.empty() || interrupted_ != 0 ? ending_look : running_look;
+    poll(polled.data(), polled.size(), static_cast<int>(most.count()));
     output_.write_ready();
     if (output_.broken() && !failure_ && interrupted_ == 0) {
       // The reader of our output is gone (`| head`): end quietly, as a single program would.
@@ -302,10 +288,10 @@ class Supervisor {
 
   // Reaps orphaned descendants of the ranks, which became children of this process and were killed.
   void reap_left() {
-    const auto until = Clock::now() + std::chrono::milliseconds(500);
+    const auto until = Clock::now() + orphan_limit;
     for (const auto& child : children_)
       while (waitpid(-child.pid, nullptr, WNOHANG) >= 0 && Clock::now() < until)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        std::this_thread::sleep_for(orphan_pause);
   }
 
   void kill_all(int number) {

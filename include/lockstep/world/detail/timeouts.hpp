@@ -11,7 +11,16 @@ namespace lockstep::detail {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// Every time of the control plane that no option sets.
+// Every time that no option sets. Public calls are bounded by them so:
+//   World::store, the first communicator        LOCKSTEP_RENDEZVOUS_TIMEOUT
+//   World::local_zero_first                     its timeout, of the work of the first rank on the host
+//   a communicator's constructor, a collective, send, recv, new_group, Work::wait, shutdown
+//                                               the communicator's timeout, and throw_together; where another rank has
+//                                               failed, or is silent for heartbeat_timeout(), throw_together from then
+//   Work::synchronize                           its timeout, and throw_together
+//   abort, a communicator's destructor          2 * last_wait; they wait for no other rank
+//   the end of a process                        publish_limit after a failure; host_grace where it hosts the store
+//   launch, after the first failure             LaunchOptions::grace, for ranks that do not end
 
 // Requests to the store: of a rank that runs, of a process that ends or refuses, and for the outcome of the rendezvous, after
 // which a rank says whom it waits for.
@@ -30,10 +39,23 @@ inline constexpr Milliseconds look_interval{50}, first_question{5'000}, question
 inline constexpr Milliseconds least_warning{5'000}, most_warning{30'000};
 inline constexpr Milliseconds answer_timeout{1'500}, longest_answer{5'000}, trickle{400},
     report_interval{500};
+inline constexpr Milliseconds message_pause{20};
 // A failure: the news of one that another rank is publishing; within which all ranks throw together; within which a program
 // must notice it; and until the calls that differ are found.
 inline constexpr Milliseconds news_timeout{500}, throw_together{2'000}, notice_limit{2'000};
 inline constexpr Milliseconds mismatch_timeout{2'500};
+// Where a transport does not wake who waits for it: the pauses between two questions of the program, and of the thread that
+// watches a device; and how much later than the communicator's timeout its own ends an operation.
+inline constexpr std::chrono::microseconds first_pause{20}, last_pause{5'000}, watch_pause{20'000};
+inline constexpr Milliseconds backend_slack{10'000};
+// How long a destructor waits for threads of its own, and the pause in which a group's sockets are looked for again.
+inline constexpr Milliseconds last_wait{500}, abort_pause{2};
+// A launcher: until a cause, and a consequence, count as the first failure; how often it looks while ranks run and while they
+// end; when it relays a line without an end; and how long it waits for killed orphans of its ranks, and for ranks that
+// handle a signal.
+inline constexpr Milliseconds cause_settles{50}, consequence_settles{2'000};
+inline constexpr Milliseconds running_look{100}, ending_look{20}, idle_line{200};
+inline constexpr Milliseconds orphan_limit{500}, orphan_pause{1}, interrupt_limit{30'000};
 // The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
 inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};

@@ -14,10 +14,10 @@
 #include <string>
 #include <thread>
 
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/failure.hpp"

@@ -10,7 +10,10 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "lockstep/detail/at_most.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
@@ -67,6 +70,14 @@ struct WorldState : EndingRank {
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
   Environment current_environment();
 
+  /// Keeps a thread that completes what a communicator has left in flight.
+  void leave_behind(std::unique_ptr<LeavableThread> thread) {
+    const std::lock_guard lock(mutex_);
+    left_behind_.push_back(std::move(thread));
+  }
+  /// Blocks until these threads have ended: each has a timeout of its own.
+  void await_left_behind();
+
   bool publish(const Failure& failure) override;
   /// Publishes that this process ends with `code`; as its failure, if that is not 0 and this rank has not made a
   /// communicator, since other ranks may wait for it. If it `waits`, hosts the store and `code` is 0, blocks until every rank
@@ -92,6 +103,7 @@ struct WorldState : EndingRank {
 
   std::mutex mutex_, joining_;
   std::optional<Rendezvous> joined_;
+  std::vector<std::unique_ptr<LeavableThread>> left_behind_;
   std::atomic<bool> left_{false};  // this rank's end is published
   // Valid once all ranks have joined: written before `complete_` is set, and never again.
   std::atomic<bool> complete_{false};
