@@ -654,6 +654,54 @@ TEST_CASE(
   CHECK(store.met(1).met());
 }
 
+// Two ranks that are in the communicator "g" after `calls` collectives each, of which the store has been told.
+std::unique_ptr<Store> two_in_group(std::uint64_t calls) {
+  auto store = std::make_unique<Store>();
+  for (const int rank : {0, 1}) {
+    const auto connection = static_cast<std::uint64_t>(rank);
+    store->join(connection, rank, 2);
+    store->serve(connection, 1, StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
+    store->serve(connection, 2, StoreOperation::report, [&](FrameWriter& out) {
+      out.value(std::vector{RankPosition{"g", {.operation = "barrier", .sequence = calls}}})
+          .value(std::vector{CallMarks{"g", 2, {{calls, 7}}}});
+    });
+  }
+  return store;
+}
+
+TEST_CASE("ranks that end in a communicator after different numbers of calls are the run's failure") {
+  for (const std::uint64_t calls : {3, 4}) {
+    const auto store = two_in_group(3);
+    const auto end = [&](int rank, std::uint64_t sequence) {
+      store->publish({.kind = Event::ended,
+                      .rank = rank,
+                      .failure = {.code = 0},
+                      .last = {{"g", {.operation = "barrier", .sequence = sequence}}}});
+    };
+    end(1, 3);
+    CHECK(store->replies.empty());
+    end(0, calls);
+    const auto& pushed = store->replies[1];
+    REQUIRE(pushed.size() == (calls == 3 ? 0 : 1));
+    if (calls == 3) continue;
+    const auto failure = decoded<Event>(pushed[0].second).failure;
+    CHECK(failure.kind == FailureKind::mismatch);
+    CHECK(failure.rank == 0);
+    CHECK(failure.cause == 1);
+  }
+}
+
+TEST_CASE("calls in an aborted communicator are not compared") {
+  const auto store = two_in_group(3);
+  store->publish({.kind = Event::aborted, .rank = 0, .group = "g", .failure = {.rank = 0}});
+  store->replies.clear();
+  store->serve(1, 3, StoreOperation::report, [](FrameWriter& out) {
+    out.value(std::vector<RankPosition>()).value(std::vector{CallMarks{"g", 2, {{3, 8}}}});
+  });
+  store->publish({.kind = Event::ended, .rank = 1, .failure = {.code = 0}, .last = {{"g", {.sequence = 9}}}});
+  CHECK(store->replies.empty());
+}
+
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {
   fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages", "bytes",
              "store's", "bytes", "s");

@@ -18,19 +18,12 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
-inline std::string store_text(const Environment& environment) {
-  if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
-  const auto url = parse_rendezvous(environment.rendezvous);
-  return formatted("the store at {}:{}{}", url.host, url.port,
-                   environment.store_is_hosted ? "" : ", which rank 0 hosts,");
-}
 
 /// The part of a communicator that no transport changes: its members, who has come to make it and who has left, the
 /// opening of its calls, and its first error. CallWatch is how its threads wait.

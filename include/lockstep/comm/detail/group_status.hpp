@@ -51,13 +51,6 @@ struct Call {
   [[nodiscard]] std::string text() const { return text_of(failed()); }
 };
 
-/// Formats a duration: "250 ms", "6 s".
-inline std::string duration_text(std::chrono::steady_clock::duration time) {
-  const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
-  if (milliseconds < 1000) return detail::formatted("{} ms", milliseconds);
-  return detail::formatted("{} s", milliseconds / 1000);
-}
-
 /// What a collective has in common on all ranks, beside its name.
 struct CallContent {
   std::optional<ReduceOp> op{};

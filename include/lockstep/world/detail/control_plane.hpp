@@ -62,17 +62,8 @@ class ControlPlane {
   /// Reports to a store for the last time, as this process ends. Returns where it is in the groups that it has not left.
   LOCKSTEP_PROCESS_WIDE static std::vector<RankPosition> last_positions(const StoreConnection* store) {
     std::vector<RankPosition> last;
-    for (const auto& plane : of_process()) {
-      if (plane->connection_.get() != store) continue;
-      {
-        const std::lock_guard lock(plane->mutex_);
-        for (const auto& group : plane->groups_) {
-          group->leave();
-          last.push_back({group->name, group->position()});
-        }
-      }
-      plane->report();
-    }
+    for (const auto& plane : of_process())
+      if (plane->connection_.get() == store) last = plane->report(/*last=*/true);
     return last;
   }
 
@@ -236,8 +227,8 @@ class ControlPlane {
     return std::move(question.answers);
   }
 
-  /// Sends the store this rank's positions, and what it compares over the ranks. Does not block.
-  void report() noexcept try {
+  /// Sends the store this rank's positions, and what it compares over the ranks. Returns the positions. Does not block.
+  std::vector<RankPosition> report(bool last = false) noexcept try {
     // What one thread has taken is sent before what the next one says.
     const std::lock_guard reporting(reporting_);
     std::vector<RankPosition> positions;
@@ -245,12 +236,15 @@ class ControlPlane {
     {
       std::lock_guard lock(mutex_);
       for (const auto& group : groups_) {
+        if (last) group->leave();
         positions.push_back({group->name, group->position()});
         if (auto found = group->new_marks()) marks.push_back(std::move(*found));
       }
     }
     connection_->post(StoreOperation::report, positions, marks);
+    return positions;
   } catch (const std::exception&) {  // no memory
+    return {};
   }
   /// Returns the failure of ranks that have made different calls if the store finds it by `until`.
   std::optional<Failure> await_mismatch(Clock::time_point until = Clock::now() + mismatch_timeout) {
@@ -322,21 +316,12 @@ class ControlPlane {
   }
   // Ends this process once its launcher has been stopped for heartbeat_timeout(): it relays no output, and reaps nobody.
   void look_at_launcher() {
-    const auto now = Clock::now();
-    // Behind the name, which may contain anything. Time in which this process itself was stopped does not count.
-    const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos &&
-                         now - looked_ < 4 * report_interval;
-    looked_ = now;
-    if (!stopped) stopped_since_ = now;
-    if (now - stopped_since_ < heartbeat_) return;
-    const auto time = std::chrono::floor<std::chrono::seconds>(now - stopped_since_).count();
+    const auto time = launcher_.stopped_for(Clock::now(), 4 * report_interval);
+    if (time < heartbeat_) return;
     end_({.kind = FailureKind::timed_out,
           .rank = rank_,
           .pid = getpid(),
-          .message = formatted(
-              "its launcher (pid {}) has been stopped for {} s (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds "
-              "back the output of its ranks: continue it in time (`kill -CONT {}`)",
-              getppid(), time, getppid()),
+          .message = stopped_launcher_text(time, getppid()),
           .time = monotonic_nanoseconds()});
   }
   // Ends the waits for messages that are due. Returns when to look again.
@@ -413,8 +398,8 @@ class ControlPlane {
   const std::shared_ptr<StoreConnection> connection_;
   const End end_;
   const Milliseconds heartbeat_ = heartbeat_timeout();
-  Clock::time_point looked_{}, stopped_since_ = Clock::now();  // of the launcher
-  std::mutex reporting_;                                       // locked before mutex_
+  LauncherWatch launcher_;
+  std::mutex reporting_;  // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers
   std::atomic<std::uint64_t> version_{0};

@@ -17,7 +17,6 @@
 
 #include "lockstep/detail/at_most.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
@@ -47,14 +46,6 @@ LOCKSTEP_PROCESS_WIDE inline std::atomic<EndingRank*> ending_rank{nullptr};
 /// it, 0 if there is none (see announce_end).
 LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> ending_process{0};
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
-
-/// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
-inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) try {
-  write_file_atomically(
-      path, formatted(R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
-                      json_string(text), json_string(text), static_cast<long long>(when)));
-} catch (const Error&) {  // the failure is reported in other ways, too
-}
 
 /// Ends this process by a signal, whose action becomes the default one.
 [[noreturn]] inline void end_by_signal(int number) {
@@ -115,10 +106,10 @@ inline void tell_failure(const Failure& failure, bool& said) {
   const auto path = process_variable("TORCHELASTIC_ERROR_FILE");
   // torchrun takes the earliest time stamp for the cause. Rank 0 may host the store, by which others learn the cause.
   if (consequence && (rank == 0 || path)) std::this_thread::sleep_for(publish_limit);
-  if (path)
-    write_elastic_error_file(*path,
-                             failure.type.empty() ? failure.message : failure.type + ": " + failure.message,
-                             consequence ? std::time(nullptr) : when);
+  if (path) try {  // atomically: a partial file makes torchrun itself crash
+      write_file_atomically(*path, elastic_error(failure, consequence ? std::time(nullptr) : when));
+    } catch (const Error&) {  // the failure is reported in other ways, too
+    }
 }
 
 /// Ends this process immediately, and with it the run: reports to the supervisor and the store, flushes, and

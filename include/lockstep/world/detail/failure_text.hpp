@@ -1,5 +1,8 @@
 #pragma once
 
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <string_view>
@@ -7,10 +10,12 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/call_history.hpp"
+#include "lockstep/world/detail/environment.hpp"
 
 /// Every text about a failure, made from its values where it is printed or thrown. No code reads them again.
 namespace lockstep::detail {
@@ -39,6 +44,29 @@ inline constexpr const char* equally_many = "; every rank must make the same cal
 /// Returns "while rank 0 waits in all_reduce #8".
 inline std::string waiting_text(int rank, const FailedCall& call) {
   return formatted("while rank {} waits in {}", rank, text_of(call));
+}
+
+/// Formats a duration: "250 ms", "6 s".
+inline std::string duration_text(std::chrono::steady_clock::duration time) {
+  const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
+  return milliseconds < 1000 ? formatted("{} ms", milliseconds) : formatted("{} s", milliseconds / 1000);
+}
+
+/// Returns the failure's text of a rank whose launcher has been stopped for `time`.
+inline std::string stopped_launcher_text(std::chrono::steady_clock::duration time, int launcher) {
+  return formatted(
+      "its launcher (pid {}) has been stopped for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds back the output "
+      "of "
+      "its ranks: continue it in time (`kill -CONT {}`)",
+      launcher, duration_text(time), launcher);
+}
+
+/// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
+inline std::string store_text(const Environment& environment) {
+  if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
+  const auto url = parse_rendezvous(environment.rendezvous);
+  return formatted("the store at {}:{}{}", url.host, url.port,
+                   environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
 
 /// Returns how the errors of other ranks name a failure: "rank 3 failed first: reason", "rank 3 (pid 811 on
@@ -127,6 +155,24 @@ inline Failure left_unequally(int one, const FailedCall& mine, int other, const 
           .call = mine.sequence > theirs.sequence ? mine : theirs,
           .message = formatted("rank {} has left after {}, and rank {} after {}{}", one, last(mine), other,
                                last(theirs), equally_many)};
+}
+
+/// Returns the failure of a rank that has more than `most` communicators.
+inline Failure too_many_groups(int rank, std::size_t most) {
+  return {.kind = FailureKind::usage,
+          .rank = rank,
+          .message = formatted(
+              "rank {} has more than {} communicators at once, whose calls cannot be compared: destroy "
+              "those that are not used",
+              rank, most)};
+}
+
+/// Returns the content of torchrun's error file about a failure at `when`, in seconds since 1970.
+inline std::string elastic_error(const Failure& failure, std::int64_t when) {
+  const auto text =
+      json_string(failure.type.empty() ? failure.message : failure.type + ": " + failure.message);
+  return formatted(R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
+                   text, text, when);
 }
 
 /// Returns the consequence, on rank `rank` in `call`, of the failure of another rank.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -60,6 +61,24 @@ inline pid_t launcher_process(const std::string& variable) {
   }
   return 0;
 }
+
+/// For how long the parent of this process has been stopped.
+class LauncherWatch {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Looks at it. Time in which this process itself did not look for `longest` does not count: it was stopped, too.
+  Clock::duration stopped_for(Clock::time_point now, Clock::duration longest) {
+    // Behind the name, which may contain anything.
+    const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos;
+    if (!stopped || now - looked_ >= longest) since_ = now;
+    looked_ = now;
+    return now - since_;
+  }
+
+ private:
+  Clock::time_point looked_{}, since_{};
+};
 
 /// Makes the kernel kill this process when the thread of `parent` that forked it ends for any reason. Returns
 /// false if `parent` ended before that took effect. Async-signal-safe.

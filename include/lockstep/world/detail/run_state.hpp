@@ -271,12 +271,7 @@ class RunState {
     for (const CallMarks& group : in.value<std::vector<CallMarks>>()) {
       if (aborted_.contains(group.group)) continue;
       if (!comparisons_.contains(group.group) && comparisons_.size() >= max_groups) {
-        publish(
-            {.failure = {.kind = FailureKind::usage,
-                         .rank = from->second,
-                         .message = formatted("has more than {} communicators at once, whose calls cannot "
-                                              "be compared: destroy those that are not used",
-                                              max_groups)}});
+        publish({.failure = too_many_groups(from->second, max_groups)});
         break;
       }
       CallComparison& comparison = comparisons_.try_emplace(group.group, group.ranks).first->second;
