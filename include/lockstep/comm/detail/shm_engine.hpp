@@ -616,13 +616,16 @@ class ShmEngine {
           return;
       }
       std::uint64_t oldest = ~std::uint64_t{0};
-      for (std::size_t i = 0; i < ShmMemory::messages; ++i) {
+      // A full circle after each one found: an older message may have come behind the scan, and a newer one before it.
+      for (std::size_t i = 0, left = ShmMemory::messages; left > 0;
+           i = (i + 1) % ShmMemory::messages, --left) {
         const ShmMessage& message = memory_->message(peer, rank_, i);
-        if (message.state.load() != ShmMessage::announced || message.tag != operation.tag ||
-            message.order >= oldest)
-          continue;
-        oldest = message.order;
-        operation.slot = i;
+        if (message.state.load() == ShmMessage::announced && message.tag == operation.tag &&
+            message.order < oldest) {
+          oldest = message.order;
+          operation.slot = i;
+          left = ShmMemory::messages;
+        }
       }
       if (operation.slot == ShmMemory::messages) return;
       ShmMessage& message = memory_->message(peer, rank_, operation.slot);
