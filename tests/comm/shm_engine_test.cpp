@@ -30,12 +30,11 @@ namespace shm_engine_test {
 
 using namespace lockstep::detail;
 using Kind = ShmOperation::Kind;
-using State = ShmOperation::State;
 using Clock = ShmEngine::Clock;
 using Values = std::vector<std::uint32_t>;
 
 std::shared_ptr<ShmMemory> memory_of(int ranks) {
-  auto memory = std::make_shared<ShmMemory>(ShmMemory::create(ranks));
+  auto memory = ShmMemory::create(ranks);
   for (int rank = 0; rank < ranks; ++rank) memory->begin(rank);
   return memory;
 }
@@ -47,6 +46,18 @@ void on_all(int ranks, const std::function<void(int rank)>& run) {
 struct Own : ShmOperation {
   Values in, out;
 };
+bool ends(ShmEngine& engine, const ShmOperation& operation, Clock::duration timeout) {
+  return engine.wait(Clock::now() + timeout, [&] { return operation.ended(); });
+}
+// Empty without one.
+std::string error_of(const ShmOperation& operation) {
+  if (operation.error) try {
+      std::rethrow_exception(operation.error);
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+  return "";
+}
 // A step of a program, the same on all ranks. `from` sends to `root`, of a message.
 struct Step {
   Kind kind;
@@ -70,7 +81,7 @@ std::shared_ptr<Own> make(const Step& step, std::size_t number, int rank, int ra
   own->root = step.root;
   own->rows = many_in ? n : 1;
   own->row = step.kind == Kind::barrier ? 0 : step.count * 4;
-  own->fold = fold<std::uint32_t, AddElements>;
+  own->fold = fold<std::uint32_t, std::plus<>>;
   own->chunk =
       step.kind == Kind::barrier ? 0 : gloo_chunk_bytes(own->rows * own->row, 4, std::max<std::size_t>(2, n));
   own->signature = number + 1;
@@ -137,8 +148,7 @@ bool run_program(unsigned seed, int ranks, std::size_t steps) {
     const auto finish = [&](std::size_t which) {
       const auto [operation, number] = flying[which];
       flying.erase(flying.begin() + static_cast<std::ptrdiff_t>(which));
-      if (!engine.wait_until(*operation, Clock::now() + std::chrono::seconds(60)) ||
-          operation->state.load() != State::complete ||
+      if (!ends(engine, *operation, std::chrono::seconds(60)) || operation->error ||
           !right(*operation, program[number], number, rank, ranks))
         good = false;
     };
@@ -210,28 +220,27 @@ TEST_CASE("messages of any size and tag arrive, in the order of their tag, which
       for (std::size_t k = received.size() - 16; k < received.size(); ++k) engine.launch(received[k]);
     }
     for (std::size_t k = 0; k < received.size(); ++k) {
-      if (!engine.wait_until(*received[k], Clock::now() + std::chrono::seconds(60))) good = false;
+      if (!ends(engine, *received[k], std::chrono::seconds(60))) good = false;
       for (std::size_t i = 0; i < received[k]->out.size(); ++i)
         if (received[k]->out[i] != value_of(expected[k].first, expected[k].second, i)) good = false;
     }
     for (const auto& message : sent)
-      if (!engine.wait_until(*message, Clock::now() + std::chrono::seconds(60))) good = false;
+      if (!ends(engine, *message, std::chrono::seconds(60))) good = false;
   });
   CHECK(good);
 }
 
 TEST_CASE("another operation on one rank ends all operations of all ranks, and an abort those of its own") {
   const auto memory = memory_of(2);
-  State states[2] = {};
+  std::string errors[2];
   on_all(2, [&](int rank) {
     ShmEngine engine(memory, rank, false);
     const auto operation = make({Kind::all_reduce, 0, 0, 10}, static_cast<std::size_t>(rank), rank, 2);
     engine.launch(operation);
-    engine.wait_until(*operation, Clock::now() + std::chrono::seconds(60));
-    states[rank] = operation->state.load();
+    ends(engine, *operation, std::chrono::seconds(60));
+    errors[rank] = error_of(*operation);
   });
-  CHECK(states[0] == State::mismatch);
-  CHECK(states[1] == State::mismatch);
+  for (const std::string& error : errors) CHECK(error == "the ranks have launched different operations");
 
   const auto alone = memory_of(2);
   ShmEngine engine(alone, 0, false);
@@ -239,20 +248,20 @@ TEST_CASE("another operation on one rank ends all operations of all ranks, and a
   bool failed = false;
   engine.at_end(*operation, [&](bool error) { failed = error; });
   engine.launch(operation);
-  CHECK_FALSE(engine.wait_until(*operation, Clock::now() + std::chrono::milliseconds(20)));
+  CHECK_FALSE(ends(engine, *operation, std::chrono::milliseconds(20)));
   std::jthread aborts([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     engine.abort();
   });
   const auto begin = Clock::now();
-  CHECK(engine.wait_until(*operation, begin + std::chrono::seconds(60)));
+  CHECK(ends(engine, *operation, std::chrono::seconds(60)));
   CHECK(Clock::now() - begin < std::chrono::seconds(30));
-  CHECK(operation->state.load() == State::aborted);
+  CHECK(error_of(*operation) == "the operation was aborted");
   CHECK(failed);
 }
 
 TEST_CASE("a rank completes what all have launched, although another one has died since, and nothing else") {
-  const auto memory = std::make_shared<ShmMemory>(ShmMemory::create(2));
+  const auto memory = ShmMemory::create(2);
   memory->begin(0);
   const pid_t child = fork();
   if (child == 0) {  // has no mapping of its parent's memory
@@ -266,12 +275,12 @@ TEST_CASE("a rank completes what all have launched, although another one has die
   ShmEngine engine(memory, 0, false);
   const auto operation = make({Kind::all_reduce, 0, 0, 1000}, 0, 0, 2);
   engine.launch(operation);
-  CHECK(engine.wait_until(*operation, Clock::now() + std::chrono::seconds(5)));
+  CHECK(ends(engine, *operation, std::chrono::seconds(5)));
   CHECK(right(*operation, {Kind::all_reduce, 0, 0, 1000}, 0, 0, 2));
   const auto later = make({Kind::barrier, 0, 0, 0}, 1, 0, 2);
   engine.launch(later);
-  CHECK(engine.wait_until(*later, Clock::now() + std::chrono::seconds(30)));
-  CHECK(later->state.load() == State::rank_ended);
+  CHECK(ends(engine, *later, std::chrono::seconds(30)));
+  CHECK(error_of(*later) == "a process of the group has ended");
 }
 
 TEST_CASE("a limit of the process is a reason, and not its end") {
@@ -301,8 +310,21 @@ TEST_CASE("a function that throws at the end of an operation is the error of tha
   const auto operation = make({Kind::barrier, 0, 0, 0}, 0, 0, 1);
   engine.at_end(*operation, [](bool) { throw std::length_error("of a function"); });
   engine.launch(operation);
-  CHECK(operation->state.load() == State::thrown);
-  CHECK_THROWS_AS(std::rethrow_exception(operation->thrown), std::length_error);
+  REQUIRE(operation->ended());
+  CHECK_THROWS_AS(std::rethrow_exception(operation->error), std::length_error);
+}
+
+TEST_CASE("an operation releases its tensors when it ends, and not before") {
+  const auto memory = memory_of(2);
+  ShmEngine engine(memory, 0, false);
+  const auto operation = make({Kind::all_reduce, 0, 0, 10}, 0, 0, 2);
+  auto tensor = std::make_shared<int>();
+  const std::weak_ptr<int> watched = tensor;
+  operation->tensors = std::exchange(tensor, nullptr);
+  engine.launch(operation);
+  CHECK_FALSE(watched.expired());
+  engine.abort();
+  CHECK(watched.expired());
 }
 
 // A board for threads.

@@ -107,7 +107,7 @@ class BackendGroup final : public Group {
         backend_(std::move(backend)),
         made_(!backend_) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
-    const ShmEngine::Mover mover;
+    const std::jthread mover = ShmEngine::mover();
     join();
     if (!backend_)
       backend_ = connect(this->name(), [rank = rank(), size = size(), own = options_](const StorePtr& store) {
@@ -256,7 +256,7 @@ class BackendGroup final : public Group {
   /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
   void await(const Call& call, const BackendWork& work, Clock::time_point until,
              std::chrono::microseconds pause = first_pause) {
-    const auto mover = is_own_ ? std::nullopt : std::optional<ShmEngine::Mover>(std::in_place);
+    const std::jthread mover = is_own_ ? std::jthread() : ShmEngine::mover();
     if (is_gloo_ && call.peer) return await_message(call, work, until);
     CallWatch watch(*this, call);
     while (!completes(call, *work, until, pause)) {
@@ -296,7 +296,7 @@ class BackendGroup final : public Group {
   /// Completes all works in flight and leaves the group. Throws TimeoutError at the timeout.
   void shutdown() {
     if (closed() || failed()) return;
-    const ShmEngine::Mover mover;
+    const std::jthread mover = ShmEngine::mover();
     const Call call = message("shutdown", {}, 0);
     depart(&call);  // closes the group: what throws below is not called again
     await_works(call);

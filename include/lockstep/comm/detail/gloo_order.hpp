@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <type_traits>
 
 /// The order in which Gloo's ring adds, so that sums in shared memory have the bits of sums over Gloo.
@@ -33,59 +34,39 @@ inline std::size_t gloo_chunk_bytes(std::size_t bytes, std::size_t element, std:
 /// be one of the inputs.
 using Fold = void (*)(char* out, const char* const* in, std::size_t count, std::size_t bytes);
 
-struct AddElements {
-  template <class T>
-  T operator()(T local, T received) const {
-    return static_cast<T>(local + received);
-  }
-};
-struct MultiplyElements {
-  template <class T>
-  T operator()(T local, T received) const {
-    return static_cast<T>(local * received);
-  }
-};
-// As std::min and std::max of (local, received), which Gloo takes: of a NaN and a number, the local one.
+// Of a NaN and a number, the local one: as std::min and std::max, which Gloo takes.
 struct LeastElement {
   template <class T>
   T operator()(T local, T received) const {
-    return received < local ? received : local;
+    return std::min(local, received);
   }
 };
 struct GreatestElement {
   template <class T>
   T operator()(T local, T received) const {
-    return local < received ? received : local;
+    return std::max(local, received);
   }
 };
 
 template <class T, class Op>
 void combine(char* out, const char* local, const char* received, std::size_t bytes) {
-  // Compilers vectorize a loop over arrays of this type at any level of optimization, without instructions that only
-  // some processors have.
-  constexpr bool vectors =
-      std::is_arithmetic_v<T> && (std::is_same_v<Op, AddElements> || std::is_same_v<Op, MultiplyElements>);
   std::size_t i = 0;
-  if constexpr (vectors) {
-    using Vector [[gnu::vector_size(16)]] = T;
-    for (; i + sizeof(Vector) <= bytes; i += sizeof(Vector)) {
-      Vector a, b;
+  const auto run = [&](auto a, auto b) {
+    for (; i + sizeof a <= bytes; i += sizeof a) {
       std::memcpy(&a, local + i, sizeof a);
       std::memcpy(&b, received + i, sizeof b);
-      if constexpr (std::is_same_v<Op, AddElements>)
-        a = a + b;
-      else
-        a = a * b;
+      a = static_cast<decltype(a)>(Op()(a, b));
       std::memcpy(out + i, &a, sizeof a);
     }
+  };
+  // Compilers vectorize a loop over arrays of this type at any level of optimization, without instructions that only
+  // some processors have.
+  if constexpr (std::is_arithmetic_v<T> &&
+                (std::is_same_v<Op, std::plus<>> || std::is_same_v<Op, std::multiplies<>>)) {
+    using Vector [[gnu::vector_size(16)]] = T;
+    run(Vector{}, Vector{});
   }
-  for (; i < bytes; i += sizeof(T)) {
-    T a, b;
-    std::memcpy(&a, local + i, sizeof a);
-    std::memcpy(&b, received + i, sizeof b);
-    const T result = Op()(a, b);
-    std::memcpy(out + i, &result, sizeof result);
-  }
+  run(T{}, T{});
 }
 
 /// The Fold of one dtype and operation. Sums and products of integers are those of unsigned ones, which may overflow.

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -15,40 +17,37 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "lockstep/comm/detail/host_operation.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 
 namespace lockstep::detail {
 
-/// What a Work of lockstep's backends throws where the ranks have launched different operations.
-struct OtherOperation : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+/// How lockstep's backends reduce.
+enum Reduction : std::size_t { adds, multiplies, takes_least, takes_greatest, reductions };
 
-/// Returns the operation by which lockstep's backends reduce `type` for `op`, std::nullopt for one that they refuse. A sum
-/// of bool is a logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided
-/// afterwards.
-inline std::optional<c10d::ReduceOp::RedOpType> computed_op(at::ScalarType type,
-                                                            c10d::ReduceOp::RedOpType op) {
+/// Returns how lockstep's backends reduce `type` for `op`, std::nullopt for an operation that they refuse. A sum of bool is
+/// a logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided afterwards.
+inline std::optional<Reduction> reduction_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
   using Op = c10d::ReduceOp;
-  if (op == Op::AVG) return at::isFloatingType(type) ? std::optional(Op::SUM) : std::nullopt;
-  if (type == at::kBool && op == Op::SUM) return Op::MAX;
-  if (type == at::kBool && op == Op::PRODUCT) return Op::MIN;
-  return op;
+  const bool logical = type == at::kBool;
+  if (op == Op::SUM || (op == Op::AVG && at::isFloatingType(type))) return logical ? takes_greatest : adds;
+  if (op == Op::PRODUCT) return logical ? takes_least : multiplies;
+  if (op == Op::MIN) return takes_least;
+  return op == Op::MAX ? std::optional(takes_greatest) : std::nullopt;
 }
 
-/// An operation of a HostBackend.
+/// The Work of an operation of a HostBackend.
 class HostWork : public c10d::Work {
  public:
   /// Blocks until the operation has completed or failed, at most until `until`. Returns whether it has.
   virtual bool wait_until(std::chrono::steady_clock::time_point until) = 0;
-  /// Calls `function(failed)` when the operation has completed or failed, at once if it has. The function must neither
-  /// launch an operation nor wait for one.
-  virtual void at_end(std::function<void(bool failed)> function) = 0;
+  /// See HostOperation::at_end.
+  virtual void at_end(HostOperation::Function function) = 0;
 
   bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0)) override {
-    const auto now = std::chrono::steady_clock::now();
-    if (!wait_until(timeout.count() > 0 ? now + timeout : now + std::chrono::hours(24 * 365)))
+    using Clock = std::chrono::steady_clock;
+    if (!wait_until(timeout.count() > 0 ? Clock::now() + timeout : Clock::time_point::max()))
       throw std::runtime_error(formatted("not complete after {} ms", timeout.count()));
     if (const auto error = exception()) std::rethrow_exception(error);
     return true;
@@ -56,38 +55,128 @@ class HostWork : public c10d::Work {
   void synchronize() override { static_cast<void>(wait()); }
 };
 
+/// The HostWork of an operation that `*engine` runs.
+template <class Engine>
+class EngineWork final : public HostWork {
+ public:
+  using Operation = typename std::pointer_traits<Engine>::element_type::Operation;
+
+  EngineWork(Engine engine, Operation operation)
+      : engine_(std::move(engine)), operation_(std::move(operation)) {}
+
+  bool wait_until(std::chrono::steady_clock::time_point until) override {
+    return engine_->wait(until, [this] { return operation_->ended(); });
+  }
+  void at_end(HostOperation::Function function) override {
+    engine_->at_end(*operation_, std::move(function));
+  }
+  bool isCompleted() override {
+    if (!operation_->ended()) engine_->move_on();
+    return operation_->ended();
+  }
+  bool isSuccess() const override { return operation_->ended() && !operation_->error; }
+  std::exception_ptr exception() const override { return operation_->ended() ? operation_->error : nullptr; }
+  void abort() override { engine_->abort(*operation_); }
+
+ private:
+  const Engine engine_;
+  const Operation operation_;
+};
+
 /// A backend of lockstep's own, on the host. It may have no thread: a thread that waits for one operation moves the others
 /// on. So the group waits by HostWork::wait_until, and does not ask in a loop whether the operation has completed.
 ///
-/// A derived class implements the operations on one tensor. Those on lists of tensors, one for each rank, are made of
-/// them here.
+/// A derived class launches operations on one tensor; the operations of c10d are made of them here. Tensors are dense
+/// and on the CPU. All-to-alls in uneven parts are refused.
 class HostBackend : public c10d::Backend, public AbortableBackend {
  public:
   using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   using c10d::Backend::Backend;
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& options) override {
-    at::Tensor input = one(inputs);
-    return into_list(outputs.at(0), input,
-                     [&](at::Tensor output) { return _allgather_base(output, input, options); });
+  WorkPtr barrier(const c10d::BarrierOptions&) override { return run(Kind::barrier, {}, {}); }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return run(Kind::broadcast, one(tensors), tensors[0], options.rootRank);
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return run(Kind::all_reduce, one(tensors), tensors[0], 0, options.reduceOp);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return run(Kind::reduce, one(tensors), tensors[0], options.rootRank, options.reduceOp);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    return into_list(outputs.at(0), one(inputs),
+                     [&](const at::Tensor& output) { return run(Kind::all_gather, inputs[0], output); });
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
+    check_rows(output, input);
+    return run(Kind::all_gather, input, output);
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    const auto start = [&](const at::Tensor& output) {
+      return run(Kind::gather, one(inputs), output, options.rootRank);
+    };
+    return options.rootRank == getRank() ? into_list(outputs.at(0), one(inputs), start) : start({});
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override {
+    const bool sends = options.rootRank == getRank();
+    const at::Tensor input = sends ? joined_rows(inputs.at(0), one(outputs)) : at::Tensor();
+    return run(Kind::scatter, input, one(outputs), options.rootRank);
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
-    at::Tensor output = one(outputs), input = joined_rows(inputs.at(0), output);
-    return _reduce_scatter_base(output, input, options);
+    const at::Tensor input = joined_rows(inputs.at(0), one(outputs));
+    return run(Kind::reduce_scatter, input, outputs[0], 0, options.reduceOp);
   }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    at::Tensor input = joined_rows(inputs, inputs.at(0));
-    std::vector<std::int64_t> even;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    check_rows(input, output);
+    return run(Kind::reduce_scatter, input, output, 0, options.reduceOp);
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    const at::Tensor input = joined_rows(inputs, inputs.at(0));
     return into_list(outputs, inputs[0],
-                     [&](at::Tensor output) { return alltoall_base(output, input, even, even, options); });
+                     [&](const at::Tensor& output) { return run(Kind::all_to_all, input, output); });
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
+                        std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
+    for (const auto* sizes : {&output_sizes, &input_sizes})
+      TORCH_CHECK(std::adjacent_find(sizes->begin(), sizes->end(), std::not_equal_to<>()) == sizes->end(),
+                  getBackendName(), " has no all-to-all in uneven parts");
+    TORCH_CHECK(output.nbytes() == input.nbytes() && input.numel() % getSize() == 0,
+                "the tensors of an all-to-all have one size, which the number of ranks divides");
+    return run(Kind::all_to_all, input, output);
+  }
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    return run(Kind::send, one(tensors), {}, peer, {}, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    return run(Kind::receive, {}, one(tensors), peer, {}, tag);
   }
   /// Completes the operations that were launched, whether or not somebody has their Works, at most until `until`.
   virtual void drain(std::chrono::steady_clock::time_point until) = 0;
 
  protected:
+  using Kind = HostOperation::Kind;
+
+  /// An operation. A broadcast, an all-reduce and a reduce are in place: their input is their output.
+  struct Call {
+    [[nodiscard]] const char* from() const {
+      return input.defined() ? static_cast<const char*>(input.const_data_ptr()) : nullptr;
+    }
+    [[nodiscard]] char* to() const { return data_of(output); }
+
+    Kind kind;
+    at::Tensor input, output;  ///< undefined where this rank has none
+    int root, tag;             ///< root: of a message the other rank
+    std::optional<c10d::ReduceOp::RedOpType> op;
+    std::size_t rows, row;  ///< of the input: one or one for each rank, and the bytes of each
+  };
+  virtual WorkPtr launch(const Call& call) = 0;
+
+ private:
   static char* data_of(const at::Tensor& tensor) {
     return tensor.defined() ? static_cast<char*>(tensor.data_ptr()) : nullptr;
   }
@@ -98,14 +187,6 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   void check_rows(const at::Tensor& rows, const at::Tensor& row) const {
     TORCH_CHECK(rows.scalar_type() == row.scalar_type() && rows.numel() == getSize() * row.numel(),
                 "one tensor must have one row of the other for each rank");
-  }
-  void check_even(const at::Tensor& output, const std::vector<std::int64_t>& output_sizes,
-                  const at::Tensor& input, const std::vector<std::int64_t>& input_sizes) const {
-    for (const auto* sizes : {&output_sizes, &input_sizes})
-      TORCH_CHECK(std::adjacent_find(sizes->begin(), sizes->end(), std::not_equal_to<>()) == sizes->end(),
-                  getBackendName(), " has no all-to-all in uneven parts");
-    TORCH_CHECK(output.nbytes() == input.nbytes() && input.numel() % getSize() == 0,
-                "the tensors of an all-to-all have one size, which the number of ranks divides");
   }
   void check_list(const Tensors& tensors, const at::Tensor& row) const {
     TORCH_CHECK(static_cast<int>(tensors.size()) == getSize(), "there must be one tensor for each rank");
@@ -144,12 +225,20 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
     });
     return work;
   }
-  /// Divides the sum once it is complete, if `op` is an average.
-  WorkPtr averaged(const c10d::ReduceOp& op, const at::Tensor& sum, WorkPtr work) const {
-    if (op == c10d::ReduceOp::AVG)
-      static_cast<HostWork&>(*work).at_end([sum, ranks = getSize()](bool failed) {
+  WorkPtr run(Kind kind, const at::Tensor& input, const at::Tensor& output, std::int64_t root = 0,
+              std::optional<c10d::ReduceOp::RedOpType> op = {}, int tag = 0) {
+    TORCH_CHECK(root >= 0 && root < getSize(), "there is no rank ", root, " in a group of ", getSize());
+    for (const at::Tensor* tensor : {&input, &output})
+      TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()), getBackendName(),
+                  " moves dense and contiguous tensors on the CPU");
+    const bool has_rows = kind == Kind::scatter || kind == Kind::all_to_all || kind == Kind::reduce_scatter;
+    const std::size_t rows = has_rows ? static_cast<std::size_t>(getSize()) : 1;
+    const std::size_t row = input.defined() ? input.nbytes() / rows : output.defined() ? output.nbytes() : 0;
+    WorkPtr work = launch({kind, input, output, static_cast<int>(root), tag, op, rows, row});
+    if (op == c10d::ReduceOp::AVG && (kind != Kind::reduce || root == getRank()))
+      static_cast<HostWork&>(*work).at_end([output, ranks = getSize()](bool failed) {
         const at::NoGradGuard no_grad;
-        if (!failed) sum.detach().div_(ranks);
+        if (!failed) output.detach().div_(ranks);
       });
     return work;
   }

@@ -18,19 +18,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <any>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -41,7 +40,6 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "lockstep/comm/detail/describe.hpp"
@@ -50,6 +48,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -102,32 +101,15 @@ struct MpiCommunicator {
   bool left = false;  ///< an operation was left on it; guarded by the engine's mutex
 };
 
-/// An operation of MpiBackend. It owns its tensors.
-class MpiWork final : public HostWork {
- public:
-  bool wait_until(std::chrono::steady_clock::time_point until) override;
-  void at_end(std::function<void(bool failed)> function) override;
-  bool isCompleted() override;
-  bool isSuccess() const override { return ended() && !error; }
-  std::exception_ptr exception() const override { return ended() ? error : nullptr; }
-  void abort() override;
-  [[nodiscard]] bool ended() const { return has_ended.load(std::memory_order_acquire); }
-
-  // Of the engine.
-  std::shared_ptr<MpiCommunicator> communicator = {};
-  bool is_message = false;
-  at::Tensor input = {}, output = {};
-  std::vector<MPI_Request> requests = {};
-  std::vector<int> expected = {};  // of a receive, the bytes of each request
-  std::vector<std::function<void(bool failed)>> functions = {};
-  std::exception_ptr error = {};  // valid once the operation has ended
-  std::atomic<bool> has_ended{false};
+/// An operation of MpiBackend.
+struct MpiOperation : HostOperation {
+  std::shared_ptr<MpiCommunicator> communicator;
+  std::vector<MPI_Request> requests;
+  std::vector<int> expected;  ///< of a receive, the bytes of each request
 };
 
-/// MPI in this process: its initialization, its thread level, and the operations in flight of all communicators.
-///
-/// With MPI_THREAD_MULTIPLE a thread moves the operations on, so that they overlap with computation. With
-/// MPI_THREAD_SERIALIZED launches and waits do, and a mutex keeps lockstep's calls of MPI apart.
+/// MPI in this process: its initialization, its thread level, and the operations in flight of all communicators. See
+/// MpiComm. With MPI_THREAD_SERIALIZED a mutex keeps lockstep's calls of MPI apart.
 ///
 /// MPI is initialized here unless the program has done so. It is then finalized when the process exits with code 0, by the
 /// thread that exits: under `launch` the thread that has initialized it has ended. After an abort, and with another code, it
@@ -137,22 +119,14 @@ class MpiWork final : public HostWork {
 class MpiEngine {
  public:
   using Clock = std::chrono::steady_clock;
-  using Operation = c10::intrusive_ptr<MpiWork>;
-  struct Reduction {
-    MPI_Datatype type;
-    MPI_Op op;
-  };
+  using Operation = std::shared_ptr<MpiOperation>;
+  using Arithmetic = std::pair<MPI_Datatype, MPI_Op>;
 
   /// Returns the engine of this process. Throws UsageError if MPI is finalized, is another library than the one compiled
   /// for, was started by the launcher of another one, or provides less than MPI_THREAD_SERIALIZED.
-  static MpiEngine& get() {
-    MpiEngine& engine = of_process();
-    if (engine.finalized_) throw UsageError(finalized_text);
-    return engine;
-  }
-  /// The same, also after MPI is finalized.
-  LOCKSTEP_PROCESS_WIDE static MpiEngine& of_process() {
+  LOCKSTEP_PROCESS_WIDE static MpiEngine& get() {
     static MpiEngine* const engine = new MpiEngine();  // never destroyed: a communicator may be static
+    if (engine->finalized_) throw UsageError(finalized_text);
     return *engine;
   }
   /// Returns whether a thread moves the operations on.
@@ -183,16 +157,16 @@ class MpiEngine {
   template <class Start>
   void launch(const Operation& operation, const Start& start) {
     call([&] {
-      if (operation->communicator->aborted) return end(*operation, "the operation was aborted");
+      if (operation->communicator->aborted) return operation->end(aborted_error());
       try {
         start();
       } catch (...) {  // pieces of it may be in flight
-        leave(operation);
+        leave(*operation);
         throw;
       }
-      if (!operation->is_message) ++operation->communicator->collectives;
+      if (!operation->is_message()) ++operation->communicator->collectives;
       pending_.push_back(operation);
-      if (idle_) changed_.notify_one();
+      changed_.notify_one();
     });
   }
 
@@ -208,10 +182,10 @@ class MpiEngine {
       if (round < spins) continue;
       const auto now = Clock::now();
       if (now >= until) return false;
-      if (now < begin + busy_time)
+      if (now < begin + mpi_yield_time)
         sched_yield();
       else
-        std::this_thread::sleep_for(std::min<Clock::duration>(pause, until - now));
+        std::this_thread::sleep_for(std::min<Clock::duration>(mpi_pause, until - now));
     }
   }
   /// Does what can be done without waiting.
@@ -220,11 +194,10 @@ class MpiEngine {
     if (lock) step();
   }
 
-  /// Calls `function(failed)` when the operation ends, at once if it has. It must not launch or wait.
-  void at_end(MpiWork& operation, std::function<void(bool failed)> function) {
+  /// See HostOperation::at_end.
+  void at_end(MpiOperation& operation, HostOperation::Function function) {
     const std::lock_guard lock(mutex_);
-    if (operation.ended()) return function(operation.error != nullptr);
-    operation.functions.push_back(std::move(function));
+    operation.at_end(std::move(function));
   }
 
   /// Ends what is in flight on a communicator that is not used any more, and if it `aborts` also what is launched later.
@@ -233,38 +206,32 @@ class MpiEngine {
     if (aborts) communicator.aborted = true;
     const std::lock_guard lock(mutex_);
     has_aborted_ = has_aborted_ || aborts;
-    end_pending(&communicator, "the operation was aborted");
+    end_pending(&communicator, aborted_error());
   }
+  void abort(const MpiOperation& operation) { end_all(*operation.communicator, true); }
 
-  /// Returns how MPI reduces a dtype, std::nullopt for an operation or a dtype that it does not. See computed_op.
-  [[nodiscard]] std::optional<Reduction> reduction(at::ScalarType type, c10d::ReduceOp::RedOpType op) const {
-    using Op = c10d::ReduceOp;
+  /// Returns how MPI reduces a dtype, std::nullopt for an operation or a dtype that it does not. See reduction_of.
+  [[nodiscard]] std::optional<Arithmetic> arithmetic(at::ScalarType type,
+                                                     c10d::ReduceOp::RedOpType op) const {
     const std::pair<at::ScalarType, MPI_Datatype> types[] = {
         {at::kFloat, MPI_FLOAT},  {at::kDouble, MPI_DOUBLE}, {at::kChar, MPI_INT8_T},
         {at::kByte, MPI_UINT8_T}, {at::kBool, MPI_UINT8_T},  {at::kInt, MPI_INT32_T},
         {at::kLong, MPI_INT64_T}, {at::kHalf, two_bytes_},   {at::kBFloat16, two_bytes_}};
-    const auto* const found =
-        std::find_if(std::begin(types), std::end(types), [&](auto& t) { return t.first == type; });
-    const auto computed = computed_op(type, op);
-    if (found == std::end(types) || !computed) return std::nullopt;
-    const Op::RedOpType known[] = {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX};
-    const auto i = static_cast<std::size_t>(std::find(std::begin(known), std::end(known), *computed) -
-                                            std::begin(known));
-    if (i == std::size(known)) return std::nullopt;
-    const MPI_Op ops[] = {MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};
-    return Reduction{found->second,
-                     found->second != two_bytes_ ? ops[i] : own_ops_[type == at::kHalf ? i : 4 + i]};
+    const Ops& ops = type == at::kHalf ? half_ops_ : type == at::kBFloat16 ? bfloat16_ops_ : ops_;
+    const auto reduction = reduction_of(type, op);
+    for (const auto& [known, datatype] : types)
+      if (known == type && reduction) return Arithmetic{datatype, ops[*reduction]};
+    return std::nullopt;
   }
 
  private:
   static constexpr const char* finalized_text =
       "MPI is finalized, and cannot be initialized again in this process: make "
       "communicators, and shut them down, before MPI_Finalize";
-  // A wait asks MPI `spins` times at once, then after yields for `busy_time`, then after pauses. The thread pauses before it
-  // asks `questions` times: MPI moves a large tensor in many parts, one for each question.
+  // A wait asks MPI `spins` times at once, then after yields for `mpi_yield_time`, then after pauses. The thread pauses
+  // before it asks `questions` times: MPI moves a large tensor in many parts, one for each question.
   static constexpr int spins = 100, questions = 16;
-  static constexpr std::chrono::milliseconds busy_time{20};
-  static constexpr std::chrono::microseconds pause{50};
+  using Ops = std::array<MPI_Op, reductions>;
 
   MpiEngine() {
     char text[16384];  // the library loaded may be of another MPI, whose limit is larger
@@ -296,8 +263,8 @@ class MpiEngine {
     check_mpi(MPI_Comm_set_attr(MPI_COMM_SELF, key, this));
     check_mpi(MPI_Type_contiguous(2, MPI_BYTE, &two_bytes_));
     check_mpi(MPI_Type_commit(&two_bytes_));
-    make_ops<c10::Half>(0);
-    make_ops<c10::BFloat16>(4);
+    make_ops<c10::Half>(half_ops_);
+    make_ops<c10::BFloat16>(bfloat16_ops_);
 
     if (!has_thread()) return;
     sigset_t all, before;  // signals are for the program's threads
@@ -308,10 +275,10 @@ class MpiEngine {
   }
 
   template <class T>
-  void make_ops(std::size_t first) {
-    MPI_User_function* const functions[] = {combine_all<T, AddElements>, combine_all<T, MultiplyElements>,
+  static void make_ops(Ops& ops) {
+    MPI_User_function* const functions[] = {combine_all<T, std::plus<>>, combine_all<T, std::multiplies<>>,
                                             combine_all<T, LeastElement>, combine_all<T, GreatestElement>};
-    for (std::size_t i = 0; i < 4; ++i) check_mpi(MPI_Op_create(functions[i], 1, &own_ops_[first + i]));
+    for (std::size_t i = 0; i < ops.size(); ++i) check_mpi(MPI_Op_create(functions[i], 1, &ops[i]));
   }
   template <class T, class Op>
   static void combine_all(void* in, void* in_out, int* count, MPI_Datatype*) {
@@ -322,11 +289,9 @@ class MpiEngine {
   void progress() {
     std::unique_lock lock(mutex_);
     while (!stops_) {
-      idle_ = pending_.empty();
       changed_.wait(lock, [&] { return stops_ || !pending_.empty(); });
-      idle_ = false;
       lock.unlock();
-      std::this_thread::sleep_for(pause);
+      std::this_thread::sleep_for(mpi_pause);
       lock.lock();
       for (int i = 0; i < questions && waiting_ == 0 && !pending_.empty(); ++i) step();
     }
@@ -348,8 +313,9 @@ class MpiEngine {
   void end_use() {
     const std::lock_guard lock(mutex_);
     finalized_ = true;
-    end_pending(nullptr, finalized_text);
-    for (MPI_Op& op : own_ops_) MPI_Op_free(&op);
+    end_pending(nullptr, error_of(finalized_text));
+    for (Ops* ops : {&half_ops_, &bfloat16_ops_})
+      for (MPI_Op& op : *ops) MPI_Op_free(&op);
     MPI_Type_free(&two_bytes_);
   }
 
@@ -369,13 +335,12 @@ class MpiEngine {
         continue;
       }
       pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(i));
-      if (!operation->is_message) --operation->communicator->collectives;
-      if (code != MPI_SUCCESS) leave(operation);  // some of its requests may still be in flight
-      end_with(*operation, failure_of(*operation, code));
+      // Some requests of one that has failed may still be in flight.
+      end(operation, failure_of(*operation, code), code != MPI_SUCCESS);
     }
   }
   // Returns why the operation has failed, null if it has not. `code` is the result of MPI_Testall.
-  [[nodiscard]] std::exception_ptr failure_of(const MpiWork& operation, int code) const {
+  [[nodiscard]] std::exception_ptr failure_of(const MpiOperation& operation, int code) const {
     for (std::size_t i = 0; code == MPI_ERR_IN_STATUS && i < operation.requests.size(); ++i)
       if (const int own = statuses_[i].MPI_ERROR; own != MPI_SUCCESS && own != MPI_ERR_PENDING) code = own;
     int kind = MPI_SUCCESS;
@@ -386,49 +351,44 @@ class MpiEngine {
       if (received != operation.expected[i]) kind = MPI_ERR_TRUNCATE;
     }
     if (kind == MPI_SUCCESS) return nullptr;
-    if (kind != MPI_ERR_TRUNCATE) return std::make_exception_ptr(std::runtime_error(mpi_error_text(code)));
-    return std::make_exception_ptr(OtherOperation(
-        operation.is_message ? "the message has another size than the tensor that is to receive it"
-                             : "the ranks have launched different operations"));
+    if (kind != MPI_ERR_TRUNCATE) return error_of(mpi_error_text(code));
+    return error_of<OtherOperation>(operation.is_message()
+                                        ? "the message has another size than the tensor that is to receive it"
+                                        : "the ranks have launched different operations");
   }
 
-  static void end(MpiWork& operation, const char* error) {
-    end_with(operation, std::make_exception_ptr(std::runtime_error(error)));
+  void end(const Operation& operation, const std::exception_ptr& error, bool leaves) {
+    if (leaves) leave(*operation);
+    if (!operation->is_message()) --operation->communicator->collectives;
+    operation->end(error);
   }
-  static void end_with(MpiWork& operation, std::exception_ptr error) {
-    for (const auto& function : std::exchange(operation.functions, {})) function(error != nullptr);
-    operation.error = std::move(error);
-    operation.has_ended.store(true, std::memory_order_release);
-  }
-  void leave(const Operation& operation) {
-    left_.push_back(operation);
-    operation->communicator->left = true;
+  void leave(MpiOperation& operation) {
+    left_.push_back(std::exchange(operation.tensors, {}));
+    operation.communicator->left = true;
   }
   // Ends the operations of a communicator, or of all.
-  void end_pending(const MpiCommunicator* of, const char* error) {
-    for (const Operation& operation : std::exchange(pending_, {})) {
-      if (of != nullptr && operation->communicator.get() != of) {
+  void end_pending(const MpiCommunicator* of, const std::exception_ptr& error) {
+    for (const Operation& operation : std::exchange(pending_, {}))
+      if (of == nullptr || operation->communicator.get() == of)
+        end(operation, error, true);
+      else
         pending_.push_back(operation);
-        continue;
-      }
-      leave(operation);
-      if (!operation->is_message) --operation->communicator->collectives;
-      end(*operation, error);
-    }
   }
 
   const pid_t owner_ = getpid();
   int level_ = MPI_THREAD_SINGLE;
   MPI_Datatype two_bytes_ = MPI_DATATYPE_NULL;
-  std::array<MPI_Op, 8> own_ops_{};  // sum, product, min and max of fp16, then of bf16
+  const Ops ops_{MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};
+  Ops half_ops_{}, bfloat16_ops_{};  // MPI has neither dtype
   std::atomic<int> waiting_{0};      // threads of this process
   std::atomic<bool> finalized_{false};
 
   std::mutex mutex_;  // of all below
   std::condition_variable changed_, free_;
-  std::vector<Operation> pending_, left_;  // left_: MPI may still use their tensors
+  std::vector<Operation> pending_;
+  std::vector<std::any> left_;  // tensors that MPI may still use
   std::vector<MPI_Status> statuses_;
-  bool idle_ = false, stops_ = false, has_aborted_ = false;
+  bool stops_ = false, has_aborted_ = false;
   bool occupied_ = false;  // a thread is in call_blocking
   std::thread thread_;
 };
@@ -440,22 +400,8 @@ inline MpiCommunicator::~MpiCommunicator() {
     }
 }
 
-inline bool MpiWork::wait_until(std::chrono::steady_clock::time_point until) {
-  return MpiEngine::of_process().wait(until, [this] { return ended(); });
-}
-inline void MpiWork::at_end(std::function<void(bool failed)> function) {
-  MpiEngine::of_process().at_end(*this, std::move(function));
-}
-inline bool MpiWork::isCompleted() {
-  if (!ended()) MpiEngine::of_process().move_on();
-  return ended();
-}
-inline void MpiWork::abort() {
-  MpiEngine::of_process().end_all(*communicator, true);
-}
-
-/// A c10d::Backend over an MPI communicator, by its non-blocking calls. Tensors are dense and on the CPU. The order of sums
-/// is MPI's. All-to-alls in uneven parts are refused. An operation above `piece_bytes` is several calls of MPI.
+/// A HostBackend over an MPI communicator, by its non-blocking calls. The order of sums is MPI's. An operation above
+/// `piece_bytes` is several calls of MPI.
 class MpiBackend final : public HostBackend {
  public:
   MpiBackend(std::shared_ptr<MpiCommunicator> communicator, int rank, int size,
@@ -463,7 +409,6 @@ class MpiBackend final : public HostBackend {
       : HostBackend(rank, size),
         engine_(MpiEngine::get()),
         communicator_(std::move(communicator)),
-        comm_(communicator_->comm),
         piece_bytes_(piece_bytes) {}
   ~MpiBackend() override { engine_.end_all(*communicator_, false); }
 
@@ -473,103 +418,47 @@ class MpiBackend final : public HostBackend {
     engine_.wait(until, [this] { return communicator_->collectives.load() == 0; });
   }
 
-  WorkPtr barrier(const c10d::BarrierOptions&) override {
-    return launch({}, {}, {}, [&](const Piece& p) { return MPI_Ibarrier(comm_, p.request); });
-  }
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return launch({}, one(tensors), {one(tensors).nbytes()}, [&](const Piece& p) {
-      return MPI_Ibcast(p.out, p.count, MPI_BYTE, root_of(options), comm_, p.request);
-    });
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    const auto how = reduction(one(tensors), options.reduceOp);
-    const auto start = [&](const Piece& p) {
-      return MPI_Iallreduce(MPI_IN_PLACE, p.out, p.count, how.type, how.op, comm_, p.request);
-    };
-    return averaged(options.reduceOp, tensors[0], launch({}, tensors[0], elements(tensors[0]), start));
-  }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    const auto how = reduction(one(tensors), options.reduceOp);
-    const int root = root_of(options);
-    const bool receives = root == getRank();
-    const WorkPtr work = launch({}, tensors[0], elements(tensors[0]), [&](const Piece& p) {
-      return MPI_Ireduce(receives ? MPI_IN_PLACE : p.out, receives ? p.out : nullptr, p.count, how.type,
-                         how.op, root, comm_, p.request);
-    });
-    return receives ? averaged(options.reduceOp, tensors[0], work) : work;
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
-    check_rows(output, input);
-    return launch(input, output, rows_of(input.nbytes()), [&](const Piece& p) {
-      return MPI_Iallgather(p.in, p.count, MPI_BYTE, p.out, p.row_count, p.row_type, comm_, p.request);
-    });
-  }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override {
-    const int root = root_of(options);
-    const auto start = [&](const at::Tensor& output) {
-      return launch(one(inputs), output, rows_of(inputs[0].nbytes()), [&](const Piece& p) {
-        return MPI_Igather(p.in, p.count, MPI_BYTE, p.out, p.row_count, p.row_type, root, comm_, p.request);
-      });
-    };
-    return root == getRank() ? into_list(outputs.at(0), one(inputs), start) : start({});
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                  const c10d::ScatterOptions& options) override {
-    const int root = root_of(options);
-    const at::Tensor input = root == getRank() ? joined_rows(inputs.at(0), one(outputs)) : at::Tensor();
-    return launch(input, one(outputs), rows_of(outputs[0].nbytes()), [&](const Piece& p) {
-      return MPI_Iscatter(p.in, p.row_count, p.row_type, p.out, p.count, MPI_BYTE, root, comm_, p.request);
-    });
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
-    check_rows(input, output);
-    const auto how = reduction(output, options.reduceOp);
-    WorkPtr own;
-    for (int root = 0; root < getSize(); ++root) {  // a reduction to each rank
-      const bool receives = root == getRank();
-      const at::Tensor row = input.view({getSize(), -1})[root];
-      const auto start = [&](const Piece& p) {
-        return MPI_Ireduce(p.in, p.out, p.count, how.type, how.op, root, comm_, p.request);
-      };
-      const WorkPtr work = launch(row, receives ? output : at::Tensor(), elements(row), start);
-      if (receives) own = work;
-    }
-    return averaged(options.reduceOp, output, own);
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
-                        std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
-    check_even(output, output_sizes, input, input_sizes);
-    const Pieces pieces = rows_of(input.nbytes() / static_cast<std::size_t>(getSize()));
-    return launch(input, output, pieces, [&](const Piece& p) {
-      return MPI_Ialltoall(p.in, p.row_count, p.row_type, p.out, p.row_count, p.row_type, comm_, p.request);
-    });
-  }
-  WorkPtr send(Tensors& tensors, int peer, int tag) override {
-    return launch(one(tensors), {}, {tensors[0].nbytes(), 1, 1, true}, [&](const Piece& p) {
-      return MPI_Isend(p.in, p.count, MPI_BYTE, peer, tag, comm_, p.request);
-    });
-  }
-  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
-    return launch({}, one(tensors), {tensors[0].nbytes(), 1, 1, true}, [&](const Piece& p) {
-      return MPI_Irecv(p.out, p.count, MPI_BYTE, peer, tag, comm_, p.request);
-    });
-  }
-
  private:
-  /// How an operation is cut into pieces: `size` elements of `element` bytes, of which MPI moves `copies`
-  /// in one call.
-  struct Pieces {
-    std::size_t size = 0, element = 1, copies = 1;
-    bool is_message = false;
-  };
   struct Piece {
-    char *in, *out;
+    const char* in;
+    char* out;
     int count, row_count;  // row_count, of row_type: the bytes of the piece in each row of a tensor
     MPI_Datatype row_type;
     MPI_Request* request;
   };
+
+  // Calls MPI. Returns its result.
+  [[nodiscard]] int start(const Call& call, const MpiEngine::Arithmetic& how, const Piece& piece) const {
+    const auto [type, op] = how;
+    const auto [in, out, count, row_count, row_type, request] = piece;
+    const MPI_Comm comm = communicator_->comm;
+    const bool receives = call.root == getRank();
+    switch (call.kind) {
+      case Kind::barrier:
+        return MPI_Ibarrier(comm, request);
+      case Kind::broadcast:
+        return MPI_Ibcast(out, count, MPI_BYTE, call.root, comm, request);
+      case Kind::all_reduce:
+        return MPI_Iallreduce(MPI_IN_PLACE, out, count, type, op, comm, request);
+      case Kind::reduce:
+      case Kind::reduce_scatter:
+        return MPI_Ireduce(receives && in == out ? MPI_IN_PLACE : in, receives ? out : nullptr, count, type,
+                           op, call.root, comm, request);
+      case Kind::all_gather:
+        return MPI_Iallgather(in, count, MPI_BYTE, out, row_count, row_type, comm, request);
+      case Kind::gather:
+        return MPI_Igather(in, count, MPI_BYTE, out, row_count, row_type, call.root, comm, request);
+      case Kind::scatter:
+        return MPI_Iscatter(in, row_count, row_type, out, count, MPI_BYTE, call.root, comm, request);
+      case Kind::all_to_all:
+        return MPI_Ialltoall(in, row_count, row_type, out, row_count, row_type, comm, request);
+      case Kind::send:
+        return MPI_Isend(in, count, MPI_BYTE, call.root, call.tag, comm, request);
+      case Kind::receive:
+        return MPI_Irecv(out, count, MPI_BYTE, call.root, call.tag, comm, request);
+    }
+    return MPI_ERR_OTHER;
+  }
 
   // Returns the datatype of the first `count` bytes of each row of `row` bytes.
   static MPI_Datatype part_of_rows(std::size_t row, int count) {
@@ -580,58 +469,61 @@ class MpiBackend final : public HostBackend {
     MPI_Type_free(&bytes);
     return type;
   }
-  template <class Options>
-  static int root_of(const Options& options) {
-    return static_cast<int>(options.rootRank);
-  }
-  static Pieces elements(const at::Tensor& tensor) {
-    return {static_cast<std::size_t>(tensor.numel()), static_cast<std::size_t>(tensor.element_size())};
-  }
-  [[nodiscard]] Pieces rows_of(std::size_t row) const {
-    return {row, 1, static_cast<std::size_t>(getSize())};
-  }
-  [[nodiscard]] MpiEngine::Reduction reduction(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-    const auto found = engine_.reduction(tensor.scalar_type(), op);
-    TORCH_CHECK(found, "MPI cannot reduce ", dtype_name(tensor.scalar_type()), " so");
-    return *found;
-  }
 
-  // Launches an operation by `start(piece)` for each piece, which returns the result of MPI.
-  template <class Start>
-  WorkPtr launch(at::Tensor input, const at::Tensor& output, const Pieces& pieces, const Start& start) {
-    for (const at::Tensor& tensor : {input, output})
-      TORCH_CHECK(!tensor.defined() || (tensor.is_cpu() && tensor.is_contiguous()),
-                  "MPI moves dense and contiguous tensors on the CPU");
-    char *from = data_of(input), *const to = data_of(output);
-    if (from != nullptr && to != nullptr && from < to + output.nbytes() && to < from + input.nbytes()) {
-      input = input.detach().clone();  // MPI forbids that they overlap
-      from = data_of(input);
+  WorkPtr launch(const Call& call) override {
+    if (call.kind != Kind::reduce_scatter) return launch_pieces(call);
+    WorkPtr own;
+    Call part = call;
+    for (part.root = 0; part.root < getSize(); ++part.root) {  // a reduction to each rank
+      const bool receives = part.root == getRank();
+      part.input = call.input.view({getSize(), -1})[part.root];
+      part.output = receives ? call.output : at::Tensor();
+      const WorkPtr work = launch_pieces(part);
+      if (receives) own = work;
     }
-    auto operation = c10::make_intrusive<MpiWork>();
+    return own;
+  }
+  WorkPtr launch_pieces(const Call& call) {
+    const bool reduces = call.op.has_value(), in_place = reduces || call.kind == Kind::broadcast;
+    const auto how =
+        reduces ? engine_.arithmetic(call.input.scalar_type(), *call.op) : MpiEngine::Arithmetic{};
+    TORCH_CHECK(how, "MPI cannot reduce ", dtype_name(call.input.scalar_type()), " so");
+    at::Tensor input = call.input;
+    char* const to = call.to();  // first: it may copy a lazily cloned tensor
+    const char* from = call.from();
+    if (from != nullptr && to != nullptr && !(in_place && from == to) && from < to + call.output.nbytes() &&
+        to < from + input.nbytes()) {
+      input = input.detach().clone();  // MPI forbids that they overlap
+      from = static_cast<const char*>(input.const_data_ptr());
+    }
+    auto operation = std::make_shared<MpiOperation>();
+    operation->kind = call.kind;
     operation->communicator = communicator_;
-    operation->is_message = pieces.is_message;
-    operation->input = input;
-    operation->output = output;
-    const std::size_t most = std::max<std::size_t>(1, piece_bytes_ / (pieces.element * pieces.copies));
+    operation->tensors = std::pair(input, call.output);
+    const bool of_rows =
+        call.kind == Kind::all_gather || call.kind == Kind::gather || (call.rows > 1 && !reduces);
+    const std::size_t element = reduces ? call.input.element_size() : 1, size = call.row / element;
+    const std::size_t copies = of_rows ? static_cast<std::size_t>(getSize()) : 1;
+    const std::size_t most = std::max<std::size_t>(1, piece_bytes_ / (element * copies));
     engine_.launch(operation, [&] {
-      for (std::size_t begin = 0; begin == 0 || begin < pieces.size; begin += most) {
-        const int count = static_cast<int>(std::min(most, pieces.size - begin));
-        if (pieces.is_message && to != nullptr) operation->expected.push_back(count);
+      for (std::size_t begin = 0; begin == 0 || begin < size; begin += most) {
+        const int count = static_cast<int>(std::min(most, size - begin));
+        if (call.kind == Kind::receive) operation->expected.push_back(count);
         MPI_Request* const request = &operation->requests.emplace_back(MPI_REQUEST_NULL);
-        const std::size_t offset = begin * pieces.element;
-        const bool in_parts = pieces.copies > 1 && static_cast<std::size_t>(count) < pieces.size;
-        MPI_Datatype type = in_parts ? part_of_rows(pieces.size, count) : MPI_BYTE;
-        char *const in = from ? from + offset : from, *const out = to ? to + offset : to;
-        check_mpi(start(Piece{in, out, count, in_parts ? 1 : count, type, request}));
+        const std::size_t offset = begin * element;
+        const bool in_parts = copies > 1 && static_cast<std::size_t>(count) < size;
+        MPI_Datatype type = in_parts ? part_of_rows(size, count) : MPI_BYTE;
+        check_mpi(start(call, *how,
+                        {from ? from + offset : from, to ? to + offset : to, count, in_parts ? 1 : count,
+                         type, request}));
         if (in_parts) MPI_Type_free(&type);  // once the operation has completed
       }
     });
-    return operation;
+    return c10::make_intrusive<EngineWork<MpiEngine*>>(&engine_, std::move(operation));
   }
 
   MpiEngine& engine_;
   const std::shared_ptr<MpiCommunicator> communicator_;
-  const MPI_Comm comm_;
   const std::size_t piece_bytes_;
 };
 

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <stop_token>
@@ -20,46 +19,16 @@
 #include <vector>
 
 #include "lockstep/comm/detail/gloo_order.hpp"
+#include "lockstep/comm/detail/host_operation.hpp"
 #include "lockstep/comm/detail/shm_memory.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 
 /// An operation of a rank in shared memory, and how far it is. The input has `rows` rows of `row` bytes, one or one for
-/// each rank. Derived classes own the memory of input and output.
-struct ShmOperation {
-  enum class Kind : std::uint8_t {
-    barrier,
-    broadcast,
-    all_reduce,
-    reduce,
-    all_gather,
-    gather,
-    scatter,
-    all_to_all,
-    reduce_scatter,
-    send,
-    receive
-  };
-  enum class State : std::uint8_t {
-    pending,
-    complete,
-    aborted,
-    mismatch,      ///< another rank has launched another operation
-    rank_ended,    ///< the process of a rank that it needs has ended
-    thrown,        ///< a function that was to run at its end has thrown
-    other_message  ///< the message has another size or dtype than the receiver's tensor
-  };
-
-  ShmOperation() = default;
-  ShmOperation(const ShmOperation&) = delete;
-  ShmOperation& operator=(const ShmOperation&) = delete;
-  virtual ~ShmOperation() = default;
-
-  [[nodiscard]] bool ended() const { return state.load(std::memory_order_acquire) != State::pending; }
-  [[nodiscard]] bool is_message() const { return kind == Kind::send || kind == Kind::receive; }
-
-  Kind kind = Kind::barrier;
+/// each rank.
+struct ShmOperation : HostOperation {
   int root = 0;  ///< of a message the other rank
   std::int32_t tag = 0;
   const char* input = nullptr;
@@ -68,14 +37,11 @@ struct ShmOperation {
   Fold fold = nullptr;
   std::size_t chunk = 0;        ///< of Gloo's ring, 0 if the order of the ranks does not matter
   std::uint64_t signature = 0;  ///< equal on all ranks of a right program, and not 0
-  std::atomic<State> state{State::pending};
 
   // Of the engine.
   std::uint64_t first = 0, pieces = 0, launched = 0, taken = 0;
   std::size_t moved = 0, slot = ShmMemory::messages, block = ShmMemory::blocks;  // of a message
   bool early = false;  // its first part was copied before its receiver has asked
-  std::vector<std::function<void(bool failed)>> functions;
-  std::exception_ptr thrown;  // by one of them
 };
 
 /// The collectives and messages of one rank of a group in shared memory. There is no thread: launching copies the input
@@ -85,9 +51,9 @@ struct ShmOperation {
 /// An operation is cut into pieces of one block; a large all-reduce of more than two ranks is summed in parts, each by
 /// the first rank that comes, otherwise each rank computes its own result. At most `ShmMemory::slots` pieces and
 /// `ShmMemory::blocks` blocks of a rank are in flight, or as many as the system has memory for: what is beyond them is
-/// copied, in order, when this rank next launches or waits. The last block is kept for messages, so that collectives that another rank has not
-/// launched yet do not hold up a message to it. At most 16 messages between two ranks can be on their way
-/// before their receiver asks for one of them.
+/// copied, in order, when this rank next launches or waits. The last block is kept for messages, which collectives that
+/// another rank has not launched yet must not hold up. At most `ShmMemory::messages` messages between two ranks can be on
+/// their way before their receiver asks for one of them.
 ///
 /// Who sleeps says so, looks once more and then waits; who changes what others wait for looks afterwards who sleeps. In
 /// the one order of all sequentially consistent operations one of the two sees the other, so no waking is lost.
@@ -104,30 +70,22 @@ class ShmEngine {
         rank_(rank),
         ranks_(memory_->ranks()),
         spins_(spins ? most_spins : 0),
-        busy_(static_cast<std::size_t>(ranks_)),
-        order_(static_cast<std::size_t>(ranks_)) {
+        busy_(static_cast<std::size_t>(ranks_)) {
     for (std::size_t block = 0; block < allocated_; ++block) free_.push_back(block);
     auto& all = engines();
     const std::lock_guard lock(all.mutex);
     all.list.push_back(this);
-    all.count.store(all.list.size());
   }
-  ShmEngine(const ShmEngine&) = delete;
-  ShmEngine& operator=(const ShmEngine&) = delete;
   ~ShmEngine() {
     auto& all = engines();
     const std::lock_guard lock(all.mutex);
     std::erase(all.list, this);
-    all.count.store(all.list.size());
   }
-
-  [[nodiscard]] int rank() const { return rank_; }
-  [[nodiscard]] int ranks() const { return ranks_; }
 
   /// Launches an operation. Never blocks, but for the memory's copy.
   void launch(Operation operation) {
     const std::lock_guard lock(mutex_);
-    if (failed_ != ShmOperation::State::pending) return end(*operation, failed_);
+    if (failed_) return end(*operation, failed_);
     if (operation->is_message()) {
       messages_.push_back(std::move(operation));
     } else {
@@ -142,31 +100,42 @@ class ShmEngine {
     if (launched_ < queue_.size() && sleeping_.load() > 0) change(memory_->rank(rank_).bell);
   }
 
-  /// Blocks until the operation has ended, at most until `until`. Returns whether it has.
-  bool wait_until(const ShmOperation& operation, Clock::time_point until) {
-    return wait(until, [&] { return operation.ended(); });
+  /// Blocks until `done()`, at most until `until`, and moves all engines of the process on. Returns whether it is done.
+  template <class Done>
+  bool wait(Clock::time_point until, const Done& done) {
+    for (int spin = 0;; spin = std::min(spin + 1, spins_)) {
+      move_on();
+      if (done()) return true;
+      const bool others = (spin >= spins_ || spin % 64 == 63) && move_others(this);
+      if (spin < spins_) {
+        relax();
+        continue;
+      }
+      const auto now = Clock::now();
+      if (now.time_since_epoch().count() >= next_look_.load(std::memory_order_relaxed)) {
+        next_look_.store((now + shm_sleep).time_since_epoch().count(), std::memory_order_relaxed);
+        look_for_ends();
+        if (done()) return true;
+      }
+      if (now >= until) return false;
+      sleep(std::min(until, now + (others ? backlog_sleep : shm_sleep)), done);
+    }
   }
-  /// The same for all collectives that were launched.
+  /// Waits for all collectives that were launched.
   bool drain(Clock::time_point until) {
     return wait(until, [&] {
       const std::lock_guard lock(mutex_);
       return queue_.empty();
     });
   }
-  /// While it lives, moves the engines of this process on that other ranks may wait for, on a thread of its own: a thread
-  /// that waits for something else than an engine needs one. Nothing happens where no rank can wait.
-  class [[nodiscard]] Mover {
-   public:
-    Mover() {
-      if (any_backlog(nullptr))
-        thread_ = std::jthread([](const std::stop_token& stop) {
-          for (; !stop.stop_requested(); std::this_thread::sleep_for(sleep_with_backlog)) move_all(nullptr);
-        });
-    }
-
-   private:
-    std::jthread thread_;
-  };
+  /// Returns a thread that moves the engines of this process on until its destruction: a thread that waits for something
+  /// else than an engine needs one. Returns no thread where no other rank can wait.
+  [[nodiscard]] static std::jthread mover() {
+    if (!move_others(nullptr)) return {};
+    return std::jthread([](const std::stop_token& stop) {
+      for (; !stop.stop_requested(); std::this_thread::sleep_for(backlog_sleep)) move_others(nullptr);
+    });
+  }
 
   /// Does what can be done without waiting.
   void move_on() {
@@ -174,39 +143,34 @@ class ShmEngine {
     step();
   }
 
-  /// Calls `function(failed)` when the operation ends, at once if it has. It must not launch or wait.
-  void at_end(ShmOperation& operation, std::function<void(bool failed)> function) {
+  /// See HostOperation::at_end.
+  void at_end(ShmOperation& operation, HostOperation::Function function) {
     const std::lock_guard lock(mutex_);
-    if (operation.ended())
-      function(operation.state.load() != ShmOperation::State::complete);
-    else
-      operation.functions.push_back(std::move(function));
+    operation.at_end(std::move(function));
   }
 
   /// Ends all operations of this rank, now and later. The other ranks are not told.
   void abort() {
     {
       const std::lock_guard lock(mutex_);
-      fail(ShmOperation::State::aborted);
+      fail(aborted_error());
     }
     change(memory_->rank(rank_).bell);
   }
+  void abort(const ShmOperation&) { abort(); }
 
  private:
-  using State = ShmOperation::State;
-  using Kind = ShmOperation::Kind;
+  using Kind = HostOperation::Kind;
+  static constexpr const char* other_message =
+      "the message has another size or dtype than the tensor that is to receive it";
   static constexpr int most_spins = 4000;
-  static constexpr std::size_t own_result_bytes = 16
-                                                  << 10;  // up to which each rank computes the whole result
+  static constexpr std::size_t own_result = 16384;  // up to these bytes each rank computes the whole result
   static constexpr std::size_t blocks_for_messages = 1, blocks_at_once = 16,
                                most_early = ShmMemory::blocks / 4;
-  static constexpr std::chrono::milliseconds longest_sleep{50}, sleep_with_backlog{1},
-      pause_without_memory{1000};
 
   struct Engines {
     std::mutex mutex;
     std::vector<ShmEngine*> list;
-    std::atomic<std::size_t> count{0};
   };
   // Never destroyed, since a communicator may be static. A forked child has none of its parent's: the memory is not there.
   LOCKSTEP_PROCESS_WIDE static Engines& engines() {
@@ -215,24 +179,20 @@ class ShmEngine {
         pthread_atfork(nullptr, nullptr, [] { all = new Engines(); });
     return *all;
   }
-  // Moves all engines of this process on, but for `except`.
-  static void move_all(const ShmEngine* except) {
+  // Moves the engines of this process on, but for `except`, if another rank may wait for one of them. Returns whether one
+  // may.
+  static bool move_others(const ShmEngine* except) {
     auto& all = engines();
     const std::lock_guard lock(all.mutex);
+    const bool any = std::any_of(all.list.begin(), all.list.end(), [&](const ShmEngine* engine) {
+      return engine != except && engine->backlog_.load(std::memory_order_relaxed);
+    });
     for (ShmEngine* engine : all.list)
-      if (engine != except && engine->mutex_.try_lock()) {
+      if (any && engine != except && engine->mutex_.try_lock()) {
         const std::lock_guard other(engine->mutex_, std::adopt_lock);
         engine->step();
       }
-  }
-  // Returns whether another rank may wait until an engine moves on.
-  static bool any_backlog(const ShmEngine* except) {
-    auto& all = engines();
-    if (all.count.load(std::memory_order_relaxed) == (except == nullptr ? 0U : 1U)) return false;
-    const std::lock_guard lock(all.mutex);
-    return std::any_of(all.list.begin(), all.list.end(), [&](const ShmEngine* engine) {
-      return engine != except && engine->backlog_.load(std::memory_order_relaxed);
-    });
+    return any;
   }
 
   static void relax() {
@@ -245,44 +205,18 @@ class ShmEngine {
 
   // ---- Waiting ------------------------------------------------------------------------------------------------------
 
-  template <class Done>
-  bool wait(Clock::time_point until, const Done& done) {
-    for (int spin = 0;; ++spin) {
-      move_on();
-      if (done()) return true;
-      const bool others = (spin >= spins_ || spin % 64 == 63) && any_backlog(this);
-      if (others) move_all(this);
-      if (spin < spins_) {
-        relax();
-        continue;
-      }
-      const auto now = Clock::now();
-      if (now.time_since_epoch().count() >= next_look_.load(std::memory_order_relaxed)) {
-        next_look_.store((now + longest_sleep).time_since_epoch().count(), std::memory_order_relaxed);
-        look_for_ends();
-        if (done()) return true;
-      }
-      if (now >= until) return false;
-      sleep(std::min(until, now + (others ? sleep_with_backlog : longest_sleep)), done);
-      if (done()) return true;
-      spin = spins_;
-    }
-  }
   // Sleeps unless there is something to do after this rank has said that it will sleep.
   template <class Done>
   void sleep(Clock::time_point until, const Done& done) {
     auto& bell = memory_->rank(rank_).bell;
     const auto rings = bell.load(std::memory_order_acquire);
     const auto bit = std::uint64_t{1} << (rank_ % 64);
-    struct Sleeping {
-      std::atomic<int>& threads;
-      explicit Sleeping(std::atomic<int>& count) : threads(count) { ++threads; }
-      ~Sleeping() { --threads; }
-    } const sleeping(sleeping_);
-    memory_->sleepers(rank_ / 64).fetch_or(bit);
+    ++sleeping_;
+    const std::shared_ptr<void> awake(nullptr, [this](void*) { --sleeping_; });
+    memory_->head().sleepers[rank_ / 64].fetch_or(bit);
     {
       const std::lock_guard lock(mutex_);
-      if (launched_ < queue_.size()) memory_->starved(rank_ / 64).fetch_or(bit);
+      if (launched_ < queue_.size()) memory_->head().starved[rank_ / 64].fetch_or(bit);
       step();
     }
     if (!done()) await_change(bell, rings, until);
@@ -306,14 +240,14 @@ class ShmEngine {
                           taken + ShmMemory::slots <= queue_[launched_]->first + queue_[launched_]->launched);
       if (stuck || std::any_of(queue_.begin(), queue_.end(), needs) ||
           std::any_of(messages_.begin(), messages_.end(), needs))
-        return fail(State::rank_ended);
+        return fail(error_of("a process of the group has ended"));
     }
   }
 
   // Wakes the ranks that sleep, or of them those that wait for a slot. Called after what they wait for is visible.
   void wake_all(bool starved = false) {
     for (int word = 0; word <= (ranks_ - 1) / 64; ++word) {
-      auto& sleepers = starved ? memory_->starved(word) : memory_->sleepers(word);
+      auto& sleepers = (starved ? memory_->head().starved : memory_->head().sleepers)[word];
       if (sleepers.load() == 0) continue;
       for (std::uint64_t left = sleepers.exchange(0); left != 0; left &= left - 1)
         change(memory_->rank(word * 64 + __builtin_ctzll(left)).bell);
@@ -321,7 +255,7 @@ class ShmEngine {
   }
   void wake(int rank) {
     const auto bit = std::uint64_t{1} << (rank % 64);
-    auto& sleepers = memory_->sleepers(rank / 64);
+    auto& sleepers = memory_->head().sleepers[rank / 64];
     if ((sleepers.load() & bit) == 0) return;
     sleepers.fetch_and(~bit);
     change(memory_->rank(rank).bell);
@@ -330,41 +264,27 @@ class ShmEngine {
   // ---- Moving on: with the mutex locked -----------------------------------------------------------------------------
 
   void step() {
-    if (failed_ != State::pending) return;
-    if (memory_->mismatch().load() != 0) {
-      take_pieces();  // what all have launched before
-      return fail(State::mismatch);
+    if (failed_) return;
+    for (bool moves = true; moves;) {
+      const bool mismatch = memory_->head().mismatch.load() != 0, launches = !mismatch && launch_piece();
+      moves = take_pieces() || launches;  // after a mismatch those that all have launched before
+      if (mismatch) return fail(error_of<OtherOperation>("the ranks have launched different operations"));
     }
-    for (bool moves = true; moves && failed_ == State::pending;) {
-      const bool launches = launch_piece();
-      moves = take_pieces() || launches;
-    }
-    for (std::size_t i = 0; i < messages_.size();) {
-      const Operation message = messages_[i];
+    for (const Operation& message : messages_)
       message->kind == Kind::send ? step_send(*message) : step_receive(*message);
-      message->ended() ? void(messages_.erase(messages_.begin() + static_cast<std::ptrdiff_t>(i)))
-                       : void(++i);
-    }
+    std::erase_if(messages_, [](const Operation& message) { return message->ended(); });
     backlog_.store(launched_ < queue_.size() || !messages_.empty(), std::memory_order_relaxed);
   }
 
-  void end(ShmOperation& operation, State state) {
-    for (const auto& function : std::exchange(operation.functions, {})) try {
-        function(state != State::complete);
-      } catch (...) {
-        if (state != State::complete) continue;
-        operation.thrown = std::current_exception();
-        state = State::thrown;
-      }
-    operation.state.store(state, std::memory_order_release);
-    if (sleeping_.load() > 0)
-      change(memory_->rank(rank_).bell);  // another thread of this process may wait for it
+  void end(ShmOperation& operation, const std::exception_ptr& error = nullptr) {
+    operation.end(error);
+    if (sleeping_.load() > 0) change(memory_->rank(rank_).bell);  // a thread of this process may wait for it
   }
-  void fail(State state) {
-    if (failed_ != State::pending) return;
-    failed_ = state;
-    for (const auto& operation : std::exchange(queue_, {})) end(*operation, state);
-    for (const auto& message : std::exchange(messages_, {})) end(*message, state);
+  void fail(const std::exception_ptr& error) {
+    if (failed_) return;
+    failed_ = error;
+    for (const auto& operation : std::exchange(queue_, {})) end(*operation, error);
+    for (const auto& message : std::exchange(messages_, {})) end(*message, error);
     launched_ = 0;
     backlog_.store(false, std::memory_order_relaxed);
   }
@@ -378,19 +298,18 @@ class ShmEngine {
     return !from_root || operation.root == rank_;
   }
 
-  // Returns a block of this rank, `blocks` if there is none.
-  std::size_t take_block(bool for_message) {
+  // Returns a block of this rank, `blocks` if not more than `kept` are free.
+  std::size_t take_block(std::size_t kept) {
     while (!in_use_.empty() && memory_->slot(in_use_.front().first).open.load() > in_use_.front().first) {
       free_.push_back(in_use_.front().second);
       in_use_.pop_front();
     }
-    const std::size_t kept = for_message ? 0 : blocks_for_messages;
     if (free_.size() <= kept && allocated_ < ShmMemory::blocks && Clock::now() >= next_allocation_) {
       const std::size_t count = std::min({allocated_, blocks_at_once, ShmMemory::blocks - allocated_});
       if (memory_->allocate_blocks(rank_, allocated_, count))
         for (const auto end = allocated_ + count; allocated_ < end;) free_.push_back(allocated_++);
       else
-        next_allocation_ = Clock::now() + pause_without_memory;
+        next_allocation_ = Clock::now() + allocation_pause;
     }
     if (free_.size() <= kept) return ShmMemory::blocks;
     const std::size_t block = free_.back();
@@ -406,7 +325,7 @@ class ShmEngine {
     ShmSlot& slot = memory_->slot(number);
     if (slot.open.load() != number) return false;
     if (has_input(operation)) {
-      const std::size_t block = take_block(false);
+      const std::size_t block = take_block(blocks_for_messages);
       if (block == ShmMemory::blocks) return false;
       const auto [begin, size] = span_of(operation, operation.launched);
       for (std::size_t r = 0; r < operation.rows; ++r)
@@ -417,10 +336,9 @@ class ShmEngine {
     }
     std::uint64_t there = 0;
     if (!slot.signature.compare_exchange_strong(there, operation.signature) && there != operation.signature) {
-      memory_->mismatch().store(1);
-      fail(State::mismatch);
+      memory_->head().mismatch.store(1);
       wake_all();
-      return false;
+      return true;  // so that step() looks again
     }
     if (++operation.launched == operation.pieces) ++launched_;
     const bool last = slot.arrived.fetch_add(1) + 1 == unsigned(ranks_);
@@ -445,7 +363,7 @@ class ShmEngine {
       const Operation ended = std::move(queue_.front());
       queue_.pop_front();
       --launched_;
-      end(*ended, State::complete);
+      end(*ended);
     }
     return took;
   }
@@ -454,49 +372,39 @@ class ShmEngine {
     const std::uint64_t number = operation.first + operation.taken;
     ShmSlot& slot = memory_->slot(number);
     if (slot.arrived.load() < unsigned(ranks_)) return false;
-    const auto span = span_of(operation, operation.taken);
-    const std::size_t begin = span.first, size = span.second;
-    const auto from = [&](int rank, std::size_t r = 0) {
-      return memory_->block(rank, slot.block(rank)) + r * size;
+    const auto [begin, size] = span_of(operation, operation.taken);
+    const std::size_t row =
+        operation.rows == 1 ? 0 : static_cast<std::size_t>(rank_);  // that this rank needs
+    const auto from = [&, size = size](int rank) {
+      return memory_->block(rank, slot.block(rank)) + row * size;
     };
-    const auto index = [](int rank) { return static_cast<std::size_t>(rank); };
     char* const to = operation.output == nullptr ? nullptr : operation.output + begin;
     switch (operation.kind) {
-      case Kind::barrier:
-        break;
       case Kind::broadcast:
-        if (rank_ != operation.root) std::memcpy(to, from(operation.root), size);
-        break;
+        if (rank_ == operation.root) break;
+        [[fallthrough]];
       case Kind::scatter:
-        std::memcpy(to, from(operation.root, index(rank_)), size);
+        std::memcpy(to, from(operation.root), size);
         break;
       case Kind::gather:
         if (rank_ != operation.root) break;
         [[fallthrough]];
       case Kind::all_gather:
-        for (int rank = 0; rank < ranks_; ++rank)
-          std::memcpy(to + index(rank) * operation.row, from(rank), size);
-        break;
       case Kind::all_to_all:
         for (int rank = 0; rank < ranks_; ++rank)
-          std::memcpy(to + index(rank) * operation.row, from(rank, index(rank_)), size);
+          std::memcpy(to + static_cast<std::size_t>(rank) * operation.row, from(rank), size);
         break;
       case Kind::reduce:
-        if (rank_ == operation.root) sum(operation, begin, size, from, to);
-        break;
+        if (rank_ != operation.root) break;
+        [[fallthrough]];
       case Kind::reduce_scatter:
-        sum(
-            operation, index(rank_) * operation.row + begin, size,
-            [&](int rank) { return from(rank, index(rank_)); }, to);
-        break;
       case Kind::all_reduce:
-        if (ranks_ <= 2 || size <= own_result_bytes)
-          sum(operation, begin, size, from, to);
+        if (operation.kind != Kind::all_reduce || ranks_ <= 2 || size <= own_result)
+          sum(operation, row * operation.row + begin, size, from, to);
         else if (!sum_together(operation, slot, begin, size, from, to))
           return false;
         break;
-      case Kind::send:
-      case Kind::receive:
+      default:
         break;
     }
     ++operation.taken;
@@ -521,10 +429,9 @@ class ShmEngine {
     }
     std::array<const char*, ShmMemory::most_ranks> in;
     const auto ranks = static_cast<std::size_t>(ranks_);
+    const std::size_t width = operation.chunk == 0 ? begin + size : operation.chunk;
     for (std::size_t done = 0; done < size;) {
-      const std::size_t at = begin + done, chunk = operation.chunk == 0 ? 0 : at / operation.chunk;
-      const std::size_t end =
-          operation.chunk == 0 ? size : std::min(size, (chunk + 1) * operation.chunk - begin);
+      const std::size_t chunk = (begin + done) / width, end = std::min(size, (chunk + 1) * width - begin);
       for (std::size_t i = 0; i < ranks; ++i)
         in[i] = from(static_cast<int>((chunk + ranks - 1 - i) % ranks)) + done;
       operation.fold(to + done, in.data(), ranks, end - done);
@@ -544,10 +451,8 @@ class ShmEngine {
       memory_->rank(rank_).summing.store(operation.first + operation.taken + 1);
       const std::uint32_t part = slot.claimed.fetch_add(1);
       if (part >= parts) break;
-      const std::size_t at = part * width;
-      sum(
-          operation, begin + at, size_of(part), [&](int rank) { return from(rank) + at; },
-          from(static_cast<int>(part)) + at);
+      const auto part_of = [&, at = part * width](int rank) { return from(rank) + at; };
+      sum(operation, begin + part * width, size_of(part), part_of, part_of(static_cast<int>(part)));
       if (slot.reduced.fetch_add(1) + 1 == parts) wake_all();
     }
     memory_->rank(rank_).summing.store(0);
@@ -563,16 +468,16 @@ class ShmEngine {
     const int peer = operation.root;
     auto& busy = busy_[static_cast<std::size_t>(peer)];
     if (operation.slot == ShmMemory::messages) {
-      operation.slot = static_cast<std::size_t>(__builtin_ctz(~unsigned{busy}));
+      operation.slot = static_cast<std::size_t>(__builtin_ctz(~busy));
       if (operation.slot == ShmMemory::messages) return;
-      busy = static_cast<std::uint16_t>(busy | 1U << operation.slot);
+      busy |= 1U << operation.slot;
       ShmMessage& message = memory_->message(rank_, peer, operation.slot);
       message.tag = operation.tag;
       message.bytes = operation.row;
       message.signature = operation.signature;
-      message.order = order_[static_cast<std::size_t>(peer)]++;
+      message.order = order_++;
       message.block = ShmMemory::blocks;
-      if (early_ < most_early) operation.block = take_block(false);
+      if (early_ < most_early) operation.block = take_block(blocks_for_messages);
       operation.early = operation.block != ShmMemory::blocks;
       if (operation.early) {
         ++early_;
@@ -586,11 +491,11 @@ class ShmEngine {
     if (state == ShmMessage::none) {  // the receiver has all of it
       if (operation.block != ShmMemory::blocks) free_.push_back(operation.block);
       if (operation.early) --early_;
-      busy = static_cast<std::uint16_t>(busy & ~(1U << operation.slot));
-      return end(operation, State::complete);
+      busy &= ~(1U << operation.slot);
+      return end(operation);
     }
     if (state != ShmMessage::wanted) return;
-    if (operation.block == ShmMemory::blocks) operation.block = take_block(true);
+    if (operation.block == ShmMemory::blocks) operation.block = take_block(0);
     if (operation.block == ShmMemory::blocks) return;
     copy_part(operation, message);
     message.state.store(ShmMessage::filled);
@@ -608,9 +513,8 @@ class ShmEngine {
   void step_receive(ShmOperation& operation) {
     const int peer = operation.root;
     if (operation.slot == ShmMemory::messages) {
-      for (const Operation& earlier :
-           messages_) {  // takes the older message, which may come while this one looks
-        if (earlier.get() == &operation) break;
+      for (const Operation& earlier : messages_) {
+        if (earlier.get() == &operation) break;  // an earlier one takes the older message, also a later one
         if (earlier->kind == Kind::receive && earlier->root == peer && earlier->tag == operation.tag &&
             earlier->slot == ShmMemory::messages)
           return;
@@ -630,7 +534,7 @@ class ShmEngine {
       if (operation.slot == ShmMemory::messages) return;
       ShmMessage& message = memory_->message(peer, rank_, operation.slot);
       if (message.bytes != operation.row || message.signature != operation.signature)
-        return end(operation, State::other_message);
+        return end(operation, error_of<OtherOperation>(other_message));
       if (message.block == ShmMemory::blocks) {
         message.state.store(ShmMessage::wanted);
         return wake(peer);
@@ -648,7 +552,7 @@ class ShmEngine {
     const bool complete = operation.moved == operation.row;
     message.state.store(complete ? ShmMessage::none : ShmMessage::wanted);
     wake(peer);
-    if (complete) end(operation, State::complete);
+    if (complete) end(operation);
   }
 
   const std::shared_ptr<ShmMemory> memory_;
@@ -658,20 +562,18 @@ class ShmEngine {
   std::atomic<bool> backlog_{false};      // another rank may wait until this engine moves on
 
   std::mutex mutex_;  // of all below
-  State failed_ = State::pending;
+  std::exception_ptr failed_;
   std::uint64_t next_ = 0;       // the number of the next piece
   std::deque<Operation> queue_;  // collectives whose result this rank does not have
-  std::size_t launched_ =
-      0;  // the number of collectives at the front of queue_ whose pieces are all launched
+  std::size_t launched_ = 0;     // of the collectives in queue_, those whose pieces are all launched
   std::vector<Operation> messages_;
-  std::vector<std::size_t> free_;  // blocks; the last one was used last
-  std::deque<std::pair<std::uint64_t, std::size_t>>
-      in_use_;  // (piece, block), of pieces not taken by all ranks
+  std::vector<std::size_t> free_;                             // blocks; the last one was used last
+  std::deque<std::pair<std::uint64_t, std::size_t>> in_use_;  // (piece, block), not taken by all ranks
   std::size_t allocated_ = ShmMemory::first_blocks;
   Clock::time_point next_allocation_{};
-  std::size_t early_ = 0;             // blocks of messages that no receiver has asked for
-  std::vector<std::uint16_t> busy_;   // for each rank the messages to it that are in flight, a bit each
-  std::vector<std::uint64_t> order_;  // and the number of the next one
+  std::size_t early_ = 0;       // blocks of messages that no receiver has asked for
+  std::vector<unsigned> busy_;  // for each rank the messages to it that are in flight, a bit each
+  std::uint64_t order_ = 0;     // the number of the next message
 };
 
 }  // namespace lockstep::detail

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <sched.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -34,23 +33,15 @@ struct ShmBoard {
 
 /// What the ranks have agreed on: all of them have the memory, or none.
 struct SharedMemory {
-  std::shared_ptr<ShmMemory> memory;  ///< null if they cannot share one
-  bool spins = false;                 ///< there is a core for each rank
+  std::shared_ptr<ShmMemory> memory = {};  ///< null if they cannot share one
+  bool spins = false;                      ///< there is a core for each rank
   bool several_hosts = false;
-  std::string obstacle;  ///< why there is none on one host
+  std::string obstacle = {};  ///< why there is none on one host
 };
 
 namespace shm_exchange {
 
 inline constexpr const char *shared = "+", *other_host = "@";
-
-/// Repeats a system call that a signal has interrupted.
-template <class Call>
-auto again(const Call& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
-}
 
 /// Returns an address in the abstract namespace: a socket without a file, which ends with its process.
 inline std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
@@ -71,19 +62,10 @@ inline void set_timeout(int socket, std::chrono::milliseconds timeout) {
 }
 /// A message of one byte, with room for one descriptor.
 struct DescriptorMessage {
-  DescriptorMessage() {
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control;
-    message.msg_controllen = sizeof control;
-  }
-  DescriptorMessage(const DescriptorMessage&) = delete;
-  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
-
   char byte = 0;
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
+  msghdr message{nullptr, 0, &part, 1, control, sizeof control, 0};
 };
 inline void send_descriptor(int socket, int fd) {
   DescriptorMessage sent;
@@ -92,13 +74,13 @@ inline void send_descriptor(int socket, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof fd);
   std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
-  if (again([&] { return sendmsg(socket, &sent.message, MSG_NOSIGNAL); }) != 1)
+  if (TEMP_FAILURE_RETRY(sendmsg(socket, &sent.message, MSG_NOSIGNAL)) != 1)
     throw ShmError(formatted("passing the memory to another rank failed: {}", std::strerror(errno)));
 }
 /// Returns no descriptor if the other side has closed the socket.
 inline Descriptor receive_descriptor(int socket) {
   DescriptorMessage received;
-  if (again([&] { return recvmsg(socket, &received.message, MSG_CMSG_CLOEXEC); }) != 1) return Descriptor();
+  if (TEMP_FAILURE_RETRY(recvmsg(socket, &received.message, MSG_CMSG_CLOEXEC)) != 1) return Descriptor();
   const cmsghdr* const header = CMSG_FIRSTHDR(&received.message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return Descriptor();
   int fd = -1;
@@ -117,9 +99,9 @@ inline std::string boot_of_host() {
 inline std::string serve(const ShmBoard& board, int ranks, std::chrono::milliseconds timeout,
                          std::shared_ptr<ShmMemory>& memory) {
   Descriptor listener;
-  std::string told, obstacle;
+  std::string told, result = shared;
   try {
-    memory = std::make_shared<ShmMemory>(ShmMemory::create(ranks));
+    memory = ShmMemory::create(ranks);
     memory->begin(0);
     const std::string name = formatted("lockstep-{}-{:x}", getpid(), std::random_device()());
     const auto [address, length] = address_of(name);
@@ -130,17 +112,17 @@ inline std::string serve(const ShmBoard& board, int ranks, std::chrono::millisec
     set_timeout(listener.get(), timeout);
     told = boot_of_host() + "\n" + name;
   } catch (const ShmError& error) {
-    obstacle = formatted("rank 0: {}", error.what());
+    result = formatted("rank 0: {}", error.what());
   }
   board.set("shm/0", told);
-  std::string result = obstacle.empty() ? shared : obstacle;
   for (int rank = 1; rank < ranks; ++rank)
     if (const std::string answer = board.get(formatted("shm/{}", rank)); answer != shared && result == shared)
       result = answer;
   if (result != shared) return result;
   std::vector<Descriptor> connections;
   while (static_cast<int>(connections.size()) + 1 < ranks) {
-    Descriptor connection(again([&] { return accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC); }));
+    Descriptor connection(
+        static_cast<int>(TEMP_FAILURE_RETRY(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC))));
     if (!connection.open())
       return formatted("rank 0: no connection of another rank: {}", std::strerror(errno));
     if (!is_own_user(connection.get())) continue;  // no rank
@@ -151,7 +133,7 @@ inline std::string serve(const ShmBoard& board, int ranks, std::chrono::millisec
   for (const Descriptor& connection : connections) {  // each answers with a line
     std::string answer;
     char byte = 0;
-    while (again([&] { return read(connection.get(), &byte, 1); }) == 1 && byte != '\n') answer += byte;
+    while (TEMP_FAILURE_RETRY(read(connection.get(), &byte, 1)) == 1 && byte != '\n') answer += byte;
     if (answer != shared) return answer.empty() ? "a rank has not answered rank 0" : answer;
   }
   return shared;
@@ -187,8 +169,8 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
     answer = formatted("rank {}: {}", rank, error.what());
   }
   answer += '\n';
-  static_cast<void>(
-      send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));  // rank 0 may have gone on
+  // Rank 0 may have gone on.
+  static_cast<void>(send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));
 }
 
 }  // namespace shm_exchange
@@ -199,10 +181,8 @@ inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
                                  std::chrono::milliseconds timeout, int ranks_of_host = 0) {
   std::string decision;
   SharedMemory result;
-  if (ranks > ShmMemory::most_ranks) {
-    result.obstacle = formatted("more than {} ranks", ShmMemory::most_ranks);
-    return result;
-  }
+  if (ranks > ShmMemory::most_ranks)
+    return {.obstacle = formatted("more than {} ranks", ShmMemory::most_ranks)};
   if (rank == 0) {
     try {
       decision = shm_exchange::serve(board, ranks, timeout, result.memory);
@@ -216,8 +196,7 @@ inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
   }
   if (decision == shm_exchange::shared && result.memory) {
     int cores = 0;
-    for (int word = 0; word < CPU_SETSIZE / 64; ++word)
-      cores += __builtin_popcountll(result.memory->cores(word).load());
+    for (const auto& word : result.memory->head().cores) cores += __builtin_popcountll(word.load());
     result.spins = cores >= std::max(ranks, ranks_of_host);
     return result;
   }

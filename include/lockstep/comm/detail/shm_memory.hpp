@@ -19,6 +19,7 @@
 #include <ctime>
 #include <fstream>
 #include <limits>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -33,6 +34,14 @@ namespace lockstep::detail {
 /// Why ranks cannot share memory.
 struct ShmError : std::runtime_error {
   using std::runtime_error::runtime_error;
+};
+
+/// The words of all ranks, most of which have a bit for each.
+struct ShmHead {
+  std::atomic<std::uint64_t> sleepers[8];  ///< ranks that sleep: who changes what others wait for wakes them
+  std::atomic<std::uint64_t> starved[8];   ///< ranks that sleep until a slot opens
+  std::atomic<std::uint64_t> mismatch;     ///< not 0 after ranks have launched different operations
+  std::atomic<std::uint64_t> cores[CPU_SETSIZE / 64];  ///< on which the ranks may run
 };
 
 /// What the ranks share of one piece of a collective. Piece p uses slot p % slots once `open` is p, and the last rank
@@ -89,78 +98,54 @@ class ShmMemory {
   static constexpr int most_ranks = 256;
 
   /// Creates the memory of `ranks` ranks. Throws ShmError.
-  static ShmMemory create(int ranks) {
+  static std::shared_ptr<ShmMemory> create(int ranks) {
+    const std::size_t size = Layout(ranks).size;
     rlimit largest{};
-    if (getrlimit(RLIMIT_FSIZE, &largest) == 0 &&
-        largest.rlim_cur < size_for(ranks))  // a signal would end the process
-      throw ShmError(
-          formatted("the limit of a file's size (ulimit -f) is less than {} MiB", size_for(ranks) >> 20));
+    if (getrlimit(RLIMIT_FSIZE, &largest) == 0 && largest.rlim_cur < size)  // a signal would end the process
+      throw ShmError(formatted("the limit of a file's size (ulimit -f) is less than {} MiB", size >> 20));
     constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING, not_executable = 8;  // MFD_NOEXEC_SEAL
     Descriptor fd(memfd_create("lockstep", flags | not_executable));
     if (!fd.open()) fd = Descriptor(memfd_create("lockstep", flags));  // before Linux 6.3
     if (!fd.open()) throw ShmError(failed("memfd_create"));
-    if (ftruncate(fd.get(), static_cast<off_t>(size_for(ranks))) != 0)
-      throw ShmError(failed("ftruncate of a memfd"));
+    if (ftruncate(fd.get(), static_cast<off_t>(size)) != 0) throw ShmError(failed("ftruncate of a memfd"));
     if (fcntl(fd.get(), F_ADD_SEALS, seals) != 0) throw ShmError(failed("sealing a memfd"));
-    ShmMemory memory(std::move(fd), ranks);
-    if (!memory.allocate(0, memory.messages_))
-      throw ShmError(formatted("there are no {} KiB of memory left for its state", memory.messages_ >> 10));
-    for (std::size_t i = 0; i < slots; ++i) memory.slot(i).open.store(i, std::memory_order_relaxed);
+    auto memory = std::make_shared<ShmMemory>(std::move(fd), ranks);
+    const std::size_t state = memory->at_.messages;
+    if (!memory->allocate(0, state))
+      throw ShmError(formatted("there are no {} KiB of memory left for its state", state >> 10));
+    for (std::size_t i = 0; i < slots; ++i) memory->slot(i).open.store(i, std::memory_order_relaxed);
     return memory;
   }
   /// Maps the memory that another rank has created. Throws ShmError.
-  ShmMemory(Descriptor fd, int ranks)
-      : fd_(std::move(fd)), ranks_(static_cast<std::size_t>(ranks)), size_(size_for(ranks)) {
+  ShmMemory(Descriptor fd, int ranks) : fd_(std::move(fd)), at_(ranks) {
     const off_t size = lseek(fd_.get(), 0, SEEK_END);
-    if (static_cast<std::size_t>(size) != size_ || (fcntl(fd_.get(), F_GET_SEALS) & seals) != seals)
+    if (static_cast<std::size_t>(size) != at_.size || (fcntl(fd_.get(), F_GET_SEALS) & seals) != seals)
       throw ShmError("the memory of the group is not what this version of lockstep makes");
-    void* const mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+    void* const mapped = mmap(nullptr, at_.size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (mapped == MAP_FAILED)
-      throw ShmError(failed(formatted("mapping {} MiB (ulimit -v limits it)", size_ >> 20)));
+      throw ShmError(failed(formatted("mapping {} MiB (ulimit -v limits it)", at_.size >> 20)));
     base_ = static_cast<char*>(mapped);
-    madvise(base_, size_, MADV_DONTFORK);
-    slots_ = page_bytes + ranks_ * sizeof(ShmRank);
-    messages_ = ceil_to(slots_ + slots * slot_bytes(ranks_), page_bytes);
-    blocks_ = ceil_to(messages_ + ranks_ * message_bytes(ranks_), block_bytes);
+    madvise(base_, at_.size, MADV_DONTFORK);
   }
-  ShmMemory(ShmMemory&& other) noexcept
-      : fd_(std::move(other.fd_)),
-        base_(std::exchange(other.base_, nullptr)),
-        ranks_(other.ranks_),
-        size_(other.size_),
-        slots_(other.slots_),
-        messages_(other.messages_),
-        blocks_(other.blocks_) {}
-  ShmMemory& operator=(ShmMemory&&) = delete;
-  ~ShmMemory() {
-    if (base_ != nullptr) munmap(base_, size_);
-  }
+  ~ShmMemory() { munmap(base_, at_.size); }
 
   [[nodiscard]] int fd() const { return fd_.get(); }
-  [[nodiscard]] int ranks() const { return static_cast<int>(ranks_); }
+  [[nodiscard]] int ranks() const { return static_cast<int>(at_.ranks); }
 
-  /// Ranks that sleep, a bit each: who changes what others wait for wakes them.
-  [[nodiscard]] std::atomic<std::uint64_t>& sleepers(int word) const { return words()[word]; }
-  /// Ranks that sleep until a slot opens.
-  [[nodiscard]] std::atomic<std::uint64_t>& starved(int word) const { return words()[8 + word]; }
-  /// Not zero after ranks have launched different operations.
-  [[nodiscard]] std::atomic<std::uint64_t>& mismatch() const { return words()[16]; }
-  /// The cores on which the ranks may run, a bit each.
-  [[nodiscard]] std::atomic<std::uint64_t>& cores(int word) const { return words()[32 + word]; }
-  [[nodiscard]] ShmRank& rank(int rank) const { return reinterpret_cast<ShmRank*>(base_ + page_bytes)[rank]; }
+  [[nodiscard]] ShmHead& head() const { return *of<ShmHead>(0); }
+  [[nodiscard]] ShmRank& rank(int rank) const { return of<ShmRank>(page_bytes)[rank]; }
   [[nodiscard]] ShmSlot& slot(std::uint64_t piece) const {
-    return *reinterpret_cast<ShmSlot*>(base_ + slots_ + piece % slots * slot_bytes(ranks_));
+    return *of<ShmSlot>(at_.slots + piece % slots * at_.slot_bytes);
   }
   [[nodiscard]] ShmMessage& message(int from, int to, std::size_t number) const {
-    return reinterpret_cast<ShmMessage*>(base_ + messages_ +
-                                         index(from) * message_bytes(ranks_))[index(to) * messages + number];
+    return of<ShmMessage>(at_.messages + index(from) * at_.message_bytes)[index(to) * messages + number];
   }
   [[nodiscard]] char* block(int rank, std::size_t number) const { return base_ + block_at(rank, number); }
 
   /// Allocates what this process needs to be a rank, and locks the rank's byte: the system unlocks it when the process
   /// ends, however it does, and a forked child does not have the lock. Throws ShmError.
   void begin(int rank) const {
-    if (!allocate(messages_ + index(rank) * message_bytes(ranks_), message_bytes(ranks_)) ||
+    if (!allocate(at_.messages + index(rank) * at_.message_bytes, at_.message_bytes) ||
         !allocate_blocks(rank, 0, first_blocks))
       throw ShmError(formatted("there are no {} KiB of memory left", first_blocks * block_bytes >> 10));
     struct flock lock = byte_of(rank);
@@ -169,7 +154,7 @@ class ShmMemory {
     CPU_ZERO(&own);
     sched_getaffinity(0, sizeof own, &own);
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &own)) cores(cpu / 64).fetch_or(std::uint64_t{1} << (cpu % 64));
+      if (CPU_ISSET(cpu, &own)) head().cores[cpu / 64].fetch_or(std::uint64_t{1} << (cpu % 64));
     this->rank(rank).process.store(process_token());
   }
   /// Returns whether the process of a rank has ended.
@@ -191,45 +176,35 @@ class ShmMemory {
   static std::string failed(const std::string& what) { return what + " failed: " + std::strerror(errno); }
   static std::size_t ceil_to(std::size_t value, std::size_t step) { return (value + step - 1) / step * step; }
   static std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
-  static std::size_t slot_bytes(std::size_t ranks) {
-    return ceil_to(sizeof(ShmSlot) + 2 * ranks, line_bytes);
-  }
-  static std::size_t message_bytes(std::size_t ranks) {
-    return ceil_to(ranks * messages * sizeof(ShmMessage), page_bytes);
-  }
-  static std::size_t size_for(int ranks) {
-    const std::size_t n = index(ranks);
-    const std::size_t head =
-        ceil_to(page_bytes + n * sizeof(ShmRank) + slots * slot_bytes(n), page_bytes) + n * message_bytes(n);
-    return ceil_to(head, block_bytes) + n * blocks * block_bytes;
-  }
 
-  static struct flock byte_of(int rank) {
-    struct flock lock {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = rank;
-    lock.l_len = 1;
-    return lock;
-  }
-  [[nodiscard]] std::atomic<std::uint64_t>* words() const {
-    return reinterpret_cast<std::atomic<std::uint64_t>*>(base_);
+  // Where everything lies, after a page for the head and the ranks.
+  struct Layout {
+    explicit Layout(int count) : ranks(index(count)) {}
+
+    std::size_t ranks, slot_bytes = ceil_to(sizeof(ShmSlot) + 2 * ranks, line_bytes),
+                       message_bytes = ceil_to(ranks * ShmMemory::messages * sizeof(ShmMessage), page_bytes),
+                       slots = page_bytes + ranks * sizeof(ShmRank),
+                       messages = ceil_to(slots + ShmMemory::slots * slot_bytes, page_bytes),
+                       blocks = ceil_to(messages + ranks * message_bytes, block_bytes),
+                       size = blocks + ranks * ShmMemory::blocks * block_bytes;
+  };
+  static struct flock byte_of(int rank) { return {F_WRLCK, SEEK_SET, rank, 1, 0}; }
+  template <class T>
+  [[nodiscard]] T* of(std::size_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
   }
   [[nodiscard]] std::size_t block_at(int rank, std::size_t number) const {
-    return blocks_ + (index(rank) * blocks + number) * block_bytes;
+    return at_.blocks + (index(rank) * blocks + number) * block_bytes;
   }
   // Without this a page that the system cannot give would end the process when it is first written.
   [[nodiscard]] bool allocate(std::size_t offset, std::size_t bytes) const {
-    if (memory_left() / ranks_ < bytes) return false;  // all ranks may ask at once
-    int result = 0;
-    do {
-      result = fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-    } while (result != 0 && errno == EINTR);
-    return result == 0;
+    if (memory_left() / at_.ranks < bytes) return false;  // all ranks may ask at once
+    return TEMP_FAILURE_RETRY(
+               fallocate(fd_.get(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes))) == 0;
   }
   // Returns the bytes that the memory cgroup and the host still have: beyond them the kernel would end a process.
   static std::size_t memory_left() {
-    const auto number_after = [](const char* path, const std::string& name) {
+    const auto number_after = [](const std::string& path, const std::string& name) {
       std::ifstream file(path);
       std::string word;
       std::size_t value = 0;
@@ -238,29 +213,28 @@ class ShmMemory {
       return value;
     };
     std::size_t left = std::numeric_limits<std::size_t>::max();
+    const auto limit = [&](const std::string& limit_file, const std::string& used_file,
+                           const std::string& stat) {
+      std::size_t most = 0, used = 0;
+      if (!(std::ifstream(limit_file) >> most && std::ifstream(used_file) >> used)) return;
+      const std::size_t free = most + number_after(stat, "inactive_file") + number_after(stat, "active_file");
+      left = std::min(left, free - std::min(free, used));
+    };
     if (const std::size_t host = number_after("/proc/meminfo", "MemAvailable:"); host != 0) left = host << 10;
-    std::string line, group = "/sys/fs/cgroup";
+    const std::string root = "/sys/fs/cgroup";
+    std::string line, group = root;
     for (std::ifstream own("/proc/self/cgroup"); std::getline(own, line);)
       if (line.starts_with("0::/")) group += line.substr(3);
-    for (; group.size() >= std::strlen("/sys/fs/cgroup"); group.resize(group.rfind('/'))) {
-      std::size_t most = 0, used = 0;
-      if (std::ifstream(group + "/memory.max") >> most && std::ifstream(group + "/memory.current") >> used) {
-        const auto files = group + "/memory.stat";
-        const std::size_t free =
-            most + number_after(files.c_str(), "inactive_file") + number_after(files.c_str(), "active_file");
-        left = std::min(left, free - std::min(free, used));
-      }
-    }
-    std::size_t most = 0, used = 0;  // of a cgroup of version 1, as a container sees it
-    if (std::ifstream("/sys/fs/cgroup/memory/memory.limit_in_bytes") >> most &&
-        std::ifstream("/sys/fs/cgroup/memory/memory.usage_in_bytes") >> used)
-      left = std::min(left, most - std::min(most, used));
+    for (; group.size() >= root.size(); group.resize(group.rfind('/')))
+      limit(group + "/memory.max", group + "/memory.current", group + "/memory.stat");
+    const std::string old = root + "/memory/memory.";  // of a cgroup of version 1, as a container sees it
+    limit(old + "limit_in_bytes", old + "usage_in_bytes", "");
     return left;
   }
 
-  Descriptor fd_;
+  const Descriptor fd_;
   char* base_ = nullptr;
-  std::size_t ranks_, size_, slots_ = 0, messages_ = 0, blocks_ = 0;
+  const Layout at_;
 };
 
 /// Blocks while `word` is `value`, at most until `until`. May return early.

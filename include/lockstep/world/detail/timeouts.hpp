@@ -60,6 +60,10 @@ inline constexpr Milliseconds orphan_limit{500}, orphan_pause{1}, interrupt_limi
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
 inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};
 inline constexpr Milliseconds host_grace{300'000}, signal_limit{5'000};
+// Waits of lockstep's own backends. In shared memory: the longest sleep, also while other ranks wait for this process, and until
+// memory is asked for again. Over MPI: how long a wait yields, and the pauses afterwards.
+inline constexpr Milliseconds shm_sleep{50}, backlog_sleep{1}, allocation_pause{1'000}, mpi_yield_time{20};
+inline constexpr std::chrono::microseconds mpi_pause{50};
 
 /// Returns LOCKSTEP_TIMEOUT, which `launch` sets to `--timeout`, or else `fallback`.
 inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallback) {
