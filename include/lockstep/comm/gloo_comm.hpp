@@ -1,10 +1,6 @@
 #pragma once
 
-#include <memory>
-#include <optional>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/options.hpp"
@@ -17,23 +13,14 @@ namespace lockstep {
 /// and one for each sub-group. Where the calls of the ranks differ, a rank that receives more data than it
 /// expects ends inside Gloo, without an exception; under `launch` the error of the process names the calls.
 /// Counterpart: torch.distributed.ProcessGroupGloo.
-class GlooComm : public ProcessGroupComm {
+class GlooComm : public detail::HostComm<GlooComm> {
  public:
   /// Performs the rendezvous. Collective. Blocks. Throws TimeoutError that names the missing ranks, and MismatchError if
   /// some ranks compute on CPUs and others do not.
   explicit GlooComm(const World& world, GlooOptions options = {});
 
-  /// See ProcessGroupComm::new_group.
-  [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks) {
-    if (auto group = split_group(ranks)) return GlooComm(std::move(group));
-    return std::nullopt;
-  }
-
-  // Not a DeviceCommunicator: its tensors are on the host.
-  [[nodiscard]] at::Device tensor_device() const = delete;
-
  private:
-  explicit GlooComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
+  using HostComm::HostComm;
 };
 
 static_assert(PointToPoint<GlooComm> && Splittable<GlooComm> && !std::is_copy_assignable_v<GlooComm>);

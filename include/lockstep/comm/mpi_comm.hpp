@@ -112,12 +112,12 @@ inline std::shared_ptr<MpiCommunicator> duplicate(MPI_Comm comm, std::chrono::mi
   MPI_Request request = MPI_REQUEST_NULL;
   engine.call([&] { check_mpi(MPI_Comm_idup(comm, made.get(), &request)); });
   int done = 0;
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  const bool made_in_time = engine.wait(until, [&] {
+  const auto completes = [&] {
     engine.call([&] { check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE)); });
     return done != 0;
-  });
-  if (made_in_time) return std::make_shared<MpiCommunicator>(*made);
+  };
+  if (engine.wait(MpiEngine::Clock::now() + timeout, completes))
+    return std::make_shared<MpiCommunicator>(*made);
   static_cast<void>(made.release());  // MPI may still write to it
   throw TimeoutError(formatted("MPI_Comm_idup has not completed after {} ms", timeout.count()));
 }
@@ -194,26 +194,17 @@ inline World mpi_world(MPI_Comm comm = MPI_COMM_NULL, const WorldOptions& option
 /// The order of sums, and so their bits, are those of the MPI library, as are min and max of NaN. MPI cannot cancel a
 /// collective: after a failure, a timeout or abort() every call throws, and what is in flight is left with its tensors.
 /// The launchers of MPI end all ranks if one dies, most of them before the others can report it.
-class MpiComm : public ProcessGroupComm {
+class MpiComm : public detail::HostComm<MpiComm> {
  public:
   /// Performs the rendezvous and duplicates the MPI communicator. Collective. Blocks. Throws UsageError if MPI is finalized,
   /// provides less than MPI_THREAD_SERIALIZED, is another library than the program was compiled against or was started by
   /// the launcher of another one, or if its ranks are not those of the world; TimeoutError that names the missing ranks.
   explicit MpiComm(const World& world, MpiOptions options = {})
-      : ProcessGroupComm(
+      : HostComm(
             detail::world_group("the constructor of MpiComm", world, detail::mpi_backend(world, options))) {}
 
-  /// See ProcessGroupComm::new_group.
-  [[nodiscard]] std::optional<MpiComm> new_group(const std::vector<int>& ranks) {
-    if (auto group = split_group(ranks)) return MpiComm(std::move(group));
-    return std::nullopt;
-  }
-
-  // Not a DeviceCommunicator: its tensors are on the host.
-  [[nodiscard]] at::Device tensor_device() const = delete;
-
  private:
-  explicit MpiComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
+  using HostComm::HostComm;
 };
 
 static_assert(PointToPoint<MpiComm> && Splittable<MpiComm>);

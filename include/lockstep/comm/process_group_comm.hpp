@@ -198,6 +198,27 @@ class ProcessGroupComm {
 static_assert(PointToPoint<ProcessGroupComm> && Splittable<ProcessGroupComm> &&
               DeviceCommunicator<ProcessGroupComm>);
 
+namespace detail {
+
+/// The base of `Comm`, a ProcessGroupComm on the host that makes its backends itself.
+template <class Comm>
+class HostComm : public ProcessGroupComm {
+ public:
+  /// See ProcessGroupComm::new_group.
+  [[nodiscard]] std::optional<Comm> new_group(const std::vector<int>& ranks) {
+    if (auto group = split_group(ranks)) return Comm(std::move(group));
+    return std::nullopt;
+  }
+
+  // Not a DeviceCommunicator: its tensors are on the host.
+  [[nodiscard]] at::Device tensor_device() const = delete;
+
+ protected:
+  explicit HostComm(std::shared_ptr<BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
+};
+
+}  // namespace detail
+
 }  // namespace lockstep
 
 #ifndef LOCKSTEP_COMPILED

@@ -1,10 +1,5 @@
 #pragma once
 
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
@@ -21,23 +16,14 @@ namespace lockstep {
 /// before the receiver asks for one of them. The memory has no name, and ends with the processes.
 ///
 /// CpuComm chooses between this and GlooComm.
-class ShmComm : public ProcessGroupComm {
+class ShmComm : public detail::HostComm<ShmComm> {
  public:
   /// Performs the rendezvous. Collective. Blocks. Throws TimeoutError that names the missing ranks, and
   /// CommunicationError on every rank, with the reason, if the ranks cannot share memory.
   explicit ShmComm(const World& world, ShmOptions options = {});
 
-  /// See ProcessGroupComm::new_group.
-  [[nodiscard]] std::optional<ShmComm> new_group(const std::vector<int>& ranks) {
-    if (auto group = split_group(ranks)) return ShmComm(std::move(group));
-    return std::nullopt;
-  }
-
-  // Not a DeviceCommunicator: its tensors are on the host.
-  [[nodiscard]] at::Device tensor_device() const = delete;
-
  private:
-  explicit ShmComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
+  using HostComm::HostComm;
 };
 
 static_assert(PointToPoint<ShmComm> && Splittable<ShmComm>);

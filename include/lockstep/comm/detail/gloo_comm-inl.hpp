@@ -195,7 +195,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions gloo_backend(const World& world
 }  // namespace detail
 
 LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
-    : ProcessGroupComm(
+    : HostComm(
           detail::world_group("the constructor of GlooComm", world, detail::gloo_backend(world, options))) {}
 
 }  // namespace lockstep
