@@ -168,8 +168,7 @@ inline void join(const ShmBoard& board, int rank, int ranks, std::chrono::millis
   } catch (const ShmError& error) {
     answer = formatted("rank {}: {}", rank, error.what());
   }
-  answer += '\n';
-  // Rank 0 may have gone on.
+  answer += '\n';  // rank 0 may have gone on
   static_cast<void>(send(connection.get(), answer.data(), answer.size(), MSG_NOSIGNAL));
 }
 
