@@ -17,7 +17,7 @@
 
 namespace lockstep {
 
-/// Values by name, as text, in an order that is equal on every rank. Names and values contain no zero byte.
+/// Values by name, as text, in an order that is equal on every rank.
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
 namespace detail {
@@ -96,11 +96,11 @@ std::string outcome_of(Local&& local) noexcept try {
 /// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
 std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
 
-std::string serialize(const NamedValues& values);  // each name and value, terminated by a zero byte
+std::string encoded_values(const NamedValues& values);
 
 /// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
-/// and 3 on rank 1". `serialized` holds each rank's values. An empty string if all are equal.
-std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of);
+/// and 3 on rank 1". `encoded` holds each rank's values. An empty string if all are equal.
+std::string first_difference(const std::vector<std::string>& encoded, const RankNames& name_of);
 
 /// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
 /// broadcasts the bytes of one rank at a time.
@@ -148,7 +148,7 @@ template <std::derived_from<Error> E = MismatchError, Communicator C>
 void require_equal(C& comm, const NamedValues& values, std::string_view claim, std::string_view remedy) {
   if (comm.size() == 1) return;
   const detail::CallScope scope("require_equal");
-  const std::string own = detail::serialize(values);
+  const std::string own = detail::encoded_values(values);
   const std::vector<std::string> digests = comm.all_gather_bytes(std::to_string(detail::fnv1a(own)));
   if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; }))
     return;

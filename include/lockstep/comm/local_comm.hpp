@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/tensor_check.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep {

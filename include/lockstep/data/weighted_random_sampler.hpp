@@ -9,10 +9,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/multinomial.h>
 
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/const_data.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

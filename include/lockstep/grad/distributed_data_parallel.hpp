@@ -13,8 +13,8 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"

@@ -18,8 +18,8 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <c10/core/ScalarType.h>
 
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/const_data.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

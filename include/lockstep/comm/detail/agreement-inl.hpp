@@ -4,6 +4,10 @@
 
 #include <cstddef>
 #include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/detail/format.hpp"
@@ -55,33 +59,27 @@ LOCKSTEP_INLINE std::string failures_text(const std::vector<std::string>& outcom
   return equal ? text : all;
 }
 
-LOCKSTEP_INLINE std::string serialize(const NamedValues& values) {
-  std::string bytes;
-  for (const auto& [name, value] : values)
-    for (const std::string* field : {&name, &value}) bytes.append(field->c_str(), field->size() + 1);
-  return bytes;
+template <>
+inline constexpr auto fields_of<NamedValues::value_type> =
+    std::tuple{&NamedValues::value_type::first, &NamedValues::value_type::second};
+
+LOCKSTEP_INLINE std::string encoded_values(const NamedValues& values) {
+  return encoded(values);
 }
 
-LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& serialized,
-                                             const RankNames& name_of) {
-  const auto next = [](std::string_view& rest) {
-    const std::string_view field = rest.substr(0, rest.find('\0'));
-    rest.remove_prefix(field.size() + 1);
-    return field;
-  };
-  std::map<std::string_view, std::vector<std::string_view>> values;  // by name and rank
-  std::vector<std::string_view> names;                               // those of rank 0 first
-  for (std::size_t rank = 0; rank < serialized.size(); ++rank)
-    for (std::string_view rest = serialized[rank]; !rest.empty();) {
-      const std::string_view name = next(rest), value = next(rest);
-      const auto [entry, is_new] = values.try_emplace(name, serialized.size(), "absent");
-      entry->second[rank] = value.empty() ? "empty" : value;
+LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& all, const RankNames& name_of) {
+  std::map<std::string, std::vector<std::string>> values;  // by name and rank
+  std::vector<std::string> names;                          // those of rank 0 first
+  for (std::size_t rank = 0; rank < all.size(); ++rank)
+    for (auto& [name, value] : decoded<NamedValues>(all[rank])) {
+      const auto [entry, is_new] = values.try_emplace(name, all.size(), "absent");
+      entry->second[rank] = value.empty() ? "empty" : std::move(value);
       if (is_new) names.push_back(name);
     }
-  for (const std::string_view name : names) {
-    std::vector<std::pair<std::string_view, std::vector<int>>> groups;  // ranks by value
-    for (std::size_t rank = 0; rank < serialized.size(); ++rank) {
-      const std::string_view value = values[name][rank];
+  for (const std::string& name : names) {
+    std::vector<std::pair<std::string, std::vector<int>>> groups;  // ranks by value
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      const std::string& value = values[name][rank];
       auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == value; });
       if (group == groups.end()) group = groups.insert(group, {value, {}});
       group->second.push_back(name_of(rank));
@@ -91,7 +89,7 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
     for (const auto& [value, ranks] : groups)
       places.push_back(
           formatted("{} on rank{} {}", value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8)));
-    return std::string(name) + " is " + listed(places);
+    return name + " is " + listed(places);
   }
   return {};
 }

@@ -16,8 +16,8 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
+#include "lockstep/comm/detail/tensor_check.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"

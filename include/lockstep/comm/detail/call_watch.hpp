@@ -86,9 +86,6 @@ inline std::string lateness(const Call& call, const std::map<int, FailedCall>& p
 /// heartbeat_timeout() shortens these intervals. It logs a warning that names the late ranks after 30 s, or after
 /// half the timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as
 /// failed.
-///
-/// No function blocks on the store without a bound, even if the store does not answer: look() returns within 2 s,
-/// cause_of() within 10 s, await_departures() at most 10 s after the timeout.
 class CallWatch {
  public:
   using Clock = Group::Clock;
@@ -166,7 +163,7 @@ class CallWatch {
     if (!state_of(group_.world()).hosts_store()) return plane->remove(&group_.status());
     const auto end = call_.start + group_.timeout();
     auto next_question = Clock::now() + last_request_timeout;
-    for (auto pause = first_retry_pause;; pause = std::min<Milliseconds>(2 * pause, look_interval)) {
+    for (auto pause = first_retry_pause;; pause = std::min(2 * pause, 2 * look_interval)) {
       const std::vector<int> staying = plane->staying(group_.status(), end);
       if (staying.empty() || group_.ended()) break;
       if (Clock::now() >= next_question) {

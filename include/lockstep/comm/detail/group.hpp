@@ -31,9 +31,6 @@ namespace lockstep::detail {
 /// A thread that finds an error stores it, publishes it to the other ranks if they cannot know of it, and only then
 /// ends the transport's work, so that no rank sees a consequence before its cause.
 ///
-/// No function blocks on the store without a bound, even if the store does not answer. A function with a deadline
-/// returns or throws at most 2 s after it, a function without one within 2 s.
-///
 /// Thread safety: any thread may call any function, but one thread at a time may begin collectives and create child
 /// groups.
 class Group {

@@ -42,9 +42,9 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/gloo_order.hpp"
 #include "lockstep/comm/detail/host_work.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"

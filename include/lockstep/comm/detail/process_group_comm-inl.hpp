@@ -15,8 +15,8 @@
 
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
+#include "lockstep/comm/detail/tensor_check.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"

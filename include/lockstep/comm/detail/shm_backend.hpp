@@ -12,10 +12,10 @@
 #include <c10/util/Half.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/gloo_order.hpp"
 #include "lockstep/comm/detail/host_work.hpp"
 #include "lockstep/comm/detail/shm_engine.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

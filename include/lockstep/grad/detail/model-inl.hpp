@@ -7,7 +7,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
-#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/model.hpp"

@@ -23,7 +23,7 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"

@@ -24,8 +24,8 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/bytes.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/lists.hpp"

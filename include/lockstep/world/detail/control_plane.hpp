@@ -177,9 +177,12 @@ class ControlPlane {
   }
   /// Returns which of the other ranks have neither left a group nor ended.
   [[nodiscard]] std::vector<int> staying(const ReportedGroup& group, Clock::time_point until) const try {
-    auto ranks = client(until).staying(group.name, group.ranks);
-    std::erase(ranks, rank_);
-    return ranks;
+    const auto reports = client(until).reports(group.name, group.ranks);
+    std::vector<int> staying;
+    for (std::size_t i = 0; i < std::min(reports.size(), group.ranks.size()); ++i)
+      if (group.ranks[i] != rank_ && !reports[i].left && !reports[i].exit_code)
+        staying.push_back(group.ranks[i]);
+    return staying;
   } catch (const StoreError&) {
     return {};
   }

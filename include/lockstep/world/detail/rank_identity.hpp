@@ -152,10 +152,8 @@ inline std::string different_programs(const std::vector<RankIdentity>& ranks) {
                    joined(parts, ", ", ", ", 4));
 }
 
-/// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started
-/// them, the rendezvous and the threads of each rank. Where `launch` has started all of them on this host, it
-/// has set the variables and the rendezvous itself, and the line leaves them out. A single rank has no
-/// rendezvous.
+/// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started them, the
+/// rendezvous unless `launch` has set it for this host alone, and the threads of each rank.
 inline std::string run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
   const auto hosts = grouped(ranks, &RankIdentity::host);
   std::vector<std::string> counts;

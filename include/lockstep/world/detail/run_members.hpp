@@ -256,8 +256,7 @@ class RunMembers {
     made_.erase(made_in_order_.front());
     made_in_order_.pop_front();
   }
-  // Forgets a request of a connection that waits, or all of one that ends: its rank has then not come to a meeting, but to
-  // that of all ranks.
+  // Forgets a request that waits, or all of a connection that ends: its rank has then not come, but to the meeting of all.
   void forget(std::uint64_t connection, std::optional<std::uint64_t> id = std::nullopt) {
     std::erase_if(visitors_, [&](const Asker& visitor) {
       return visitor.connection == connection && (!id || visitor.id == *id);

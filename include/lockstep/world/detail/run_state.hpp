@@ -85,8 +85,6 @@ class RunState {
         out_.reply(asker, encoded(publish(event)));
         return true;
       }
-      case StoreOperation::staying:
-        return list_staying(asker, in);
       case StoreOperation::ask:
         return answer(asker, in, now);
       case StoreOperation::report:
@@ -204,17 +202,6 @@ class RunState {
     if (group.all_left()) comparisons_.erase(found);
     return waited_for || rank == 0;
   }
-  // The ranks that are in a communicator.
-  [[nodiscard]] bool list_staying(const Asker& asker, FrameReader& in) {
-    const auto group = comparisons_.find(std::string(in.text()));
-    std::vector<int> staying;
-    for (const int rank : in.value<std::vector<int>>()) {
-      if (group != comparisons_.end() && !group->second.left().contains(rank) && !members_.exit_code(rank))
-        staying.push_back(rank);
-    }
-    out_.reply(asker, encoded(staying));
-    return in.whole();
-  }
   // The grace of a rank whose connection has closed before it has made a communicator is over.
   void publish_end(int rank) {
     if (failure_) return;
@@ -246,9 +233,11 @@ class RunState {
     std::vector<std::uint64_t> asked;
     for (const int rank : in.value<std::vector<int>>()) {
       RankReport& one = answers.emplace_back();
-      if (group != comparisons_.end())
-        if (const auto left = group->second.left().find(rank); left != group->second.left().end())
-          one.left = left->second;
+      if (group == comparisons_.end()) {
+        one.left.emplace();  // all ranks have left it, or it has been aborted
+      } else if (const auto left = group->second.left().find(rank); left != group->second.left().end()) {
+        one.left = left->second;
+      }
       one.exit_code = members_.exit_code(rank);
       const auto found = reports_.find(rank);
       if (found == reports_.end()) continue;

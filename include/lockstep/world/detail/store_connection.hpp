@@ -326,10 +326,6 @@ class RunClient {
   Meeting meet(const std::string& name, const std::vector<int>& ranks, bool lasts) {
     return ask<Meeting>(StoreOperation::meet, name, ranks, lasts);
   }
-  /// Returns which of `ranks` have neither left a communicator nor ended.
-  std::vector<int> staying(const std::string& group, const std::vector<int>& ranks) {
-    return ask<std::vector<int>>(StoreOperation::staying, group, ranks);
-  }
   /// Returns what is known of `ranks`, in their order, and asks them to report.
   std::vector<RankReport> reports(const std::string& group, const std::vector<int>& ranks) {
     return ask<std::vector<RankReport>>(StoreOperation::ask, group, ranks);

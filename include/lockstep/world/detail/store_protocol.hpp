@@ -76,7 +76,6 @@ enum class StoreOperation : std::uint8_t {
   meet,       ///< name, empty in the run's own; ranks or none for all; whether the coming lasts -> Meeting
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
   publish,    ///< Event -> whether it is news
-  staying,    ///< communicator, ranks -> those that are in it
   report,     ///< a RankPosition and the CallMarks of each communicator; no reply
   ask,        ///< communicator, ranks -> the RankReport of each, which is asked to report
   calls       ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply

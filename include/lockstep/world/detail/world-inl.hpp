@@ -73,11 +73,10 @@ inline void await_first(WorldState& state, const std::string& first, int number,
                         std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + timeout;
-  for (bool ended = false;;) {
-    std::string result;
+  for (std::string result, ended;;) {
     try {
+      const auto now = Clock::now();
       try {
-        const auto now = Clock::now();
         result = RunClient(*state.connection(), std::clamp(end, now + Milliseconds(1), now + news_timeout))
                      .get(key);
       } catch (const StoreLost&) {
@@ -85,23 +84,17 @@ inline void await_first(WorldState& state, const std::string& first, int number,
       } catch (const StoreError&) {  // not yet
       }
       if (result == "done") return;
-      const auto asked = Clock::now();
-      RunClient run(*state.connection(), std::clamp(end, asked + news_timeout, asked + request_timeout));
+      RunClient run(*state.connection(), std::clamp(end, now + 2 * news_timeout, now + request_timeout));
       if (const auto failure = run.summary().failure)
         throw PeerError(consequence_of(*failure, state.environment.rank, {}));
-      if (ended && result.empty())
-        throw PeerError(formatted("{}, the first on this host, has ended in local_zero_first", first));
-      ended = number >= 0 && run.members({number}).at(0).exit_code;  // it may have finished before
+      if (result.empty()) result = ended;  // it may have finished before
+      if (number >= 0 && run.members({number}).at(0).exit_code) ended = "has ended";
     } catch (const StoreLost&) {
-      if (result.empty())
-        throw PeerError(formatted(
-            "the store is gone, and with it the process that hosts it, before {}, the first on this host, "
-            "has finished its local_zero_first",
-            first));
+      if (result.empty()) result = "has ended, or the store has, while others wait";
     } catch (const StoreError&) {  // the next round says so
     }
     if (!result.empty())
-      throw PeerError(formatted("{}, the first on this host, failed in local_zero_first", first));
+      throw PeerError(formatted("{}, the first on this host, {} in local_zero_first", first, result));
     if (Clock::now() > end)
       throw TimeoutError(
           formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,

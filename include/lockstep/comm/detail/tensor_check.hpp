@@ -6,34 +6,16 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
-
-/// Returns Python's name of a dtype, such as "float32".
-inline std::string dtype_name(at::ScalarType type) try {
-  return std::string(c10::getDtypeNames(type).first);
-} catch (const std::exception&) {  // a dtype that Python has no name for yet
-  return c10::toString(type);
-}
-
-/// Returns a shape or strides as Python prints them: "[4, 3]".
-inline std::string shape_text(c10::IntArrayRef sizes) {
-  return "[" + joined(sizes, ", ") + "]";
-}
-
-/// Returns a tensor's shape and dtype: "[4, 3] float32".
-inline std::string describe(const at::Tensor& tensor) {
-  return shape_text(tensor.sizes()) + " " + dtype_name(tensor.scalar_type());
-}
 
 /// Returns whether Gloo, and every NCCL since 2.18, can reduce this dtype. Both can only move other dtypes.
 /// A bool is reduced as a byte 0 or 1.
