@@ -38,7 +38,8 @@ struct ConvNetImpl : nn::Module {
 TORCH_MODULE(ConvNet);
 
 /// convnet|linear STEPS WARMUP: that many timed steps on batches in memory; overlap STEPS WARMUP: lockstep's
-/// own report of them; epoch FOLDER: one epoch over MNIST's files there, after one to warm up.
+/// own report of them; parameters STEPS WARMUP: the time for each of 10 to 6,000 small parameters; epoch FOLDER: one
+/// epoch over MNIST's files there, after one to warm up.
 /// `system` stands before: gloo, or uncoupled for loops that do not talk.
 struct Settings {
   std::string what;
@@ -59,7 +60,8 @@ inline Settings settings(int argc, char** argv) {
   if (words.size() == 2 && words[0] == "epoch") return {"epoch", 0, 0, words[1], system};
   if (words.size() == 3) return {words[0], std::stoi(words[1]), std::stoi(words[2]), "", system};
   throw lockstep::UsageError(
-      "usage: [--nproc N] [gloo|uncoupled] convnet|linear|overlap STEPS WARMUP, or ... epoch FOLDER");
+      "usage: [--nproc N] [gloo|uncoupled] convnet|linear|overlap|parameters STEPS WARMUP, or ... epoch "
+      "FOLDER");
 }
 
 /// Seconds of the clock that all processes of the machine share.

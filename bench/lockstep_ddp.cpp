@@ -40,11 +40,60 @@ void time_overlap(const lockstep::World& world, Comm& comm, const bench::Setting
                                           bench::median(exposed), bench::median(whole)));
 }
 
+// `count` parameters of small layers. The identity keeps activations and gradients of so deep a network normal.
+torch::nn::Sequential small_layers(int count) {
+  torch::nn::Sequential layers;
+  for (int i = 0; i < count / 2; ++i) {
+    torch::nn::Linear layer(4, 4);
+    torch::nn::init::eye_(layer->weight);
+    layers->push_back(layer);
+  }
+  return layers;
+}
+
+// The time of a step for each of `count` parameters: of the bare loop, and what DistributedDataParallel adds.
+// The two take turns, so that both meet the same load of the machine; the fastest step is the one that met none. The
+// ranks start each step together: a rank that is late by its bare loop must not count as waiting.
+template <class Comm>
+void time_parameters(const lockstep::World& world, Comm& comm, const bench::Settings& run, int count) {
+  auto bare = small_layers(count);
+  torch::optim::SGD bare_optimizer(bare->parameters(), 0);
+  Training<torch::nn::Sequential, Comm> training(small_layers(count), comm, 0);
+  const auto data = torch::full({4, 4}, 1.0 + world.rank());
+  std::vector<double> alone, reduced;
+  for (int i = 0; i < run.warmup + run.steps; ++i) {
+    comm.barrier();
+    const double begin = bench::now();
+    bare_optimizer.zero_grad();
+    bare->forward(data).sum().backward();
+    bare_optimizer.step();
+    const double bare_end = bench::now();
+    comm.barrier();
+    const double middle = bench::now();
+    training.optimizer.zero_grad();
+    training.ddp.backward(training.ddp(data).sum());
+    training.optimizer.step();
+    const double end = bench::now();
+    if (i < run.warmup) continue;
+    alone.push_back(bare_end - begin);
+    reduced.push_back(end - middle);
+  }
+  const auto fastest = [](const std::vector<double>& times) { return *std::ranges::min_element(times); };
+  bench::report(world.rank(),
+                fmt::format("\"parameters\": {}, \"bare\": {:.9f}, \"added\": {:.9f}, "
+                            "\"fastest_bare\": {:.9f}, \"fastest_added\": {:.9f}",
+                            count, bench::median(alone) / count,
+                            (bench::median(reduced) - bench::median(alone)) / count, fastest(alone) / count,
+                            (fastest(reduced) - fastest(alone)) / count));
+}
+
 template <class Comm>
 void train(const lockstep::World& world, const bench::Settings& run) {
   Comm comm{world};
   if (run.what == "overlap") {
     time_overlap(world, comm, run);
+  } else if (run.what == "parameters") {
+    for (const int count : {10, 100, 1000, 6000}) time_parameters(world, comm, run, count);
   } else {
     bench::measure(world, run, [&](auto model, auto loss, double rate) {
       auto training = std::make_shared<Training<decltype(model), Comm>>(model, comm, rate);

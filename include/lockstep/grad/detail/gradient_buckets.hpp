@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <span>
@@ -8,6 +9,7 @@
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
@@ -22,6 +24,39 @@
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
+
+/// Copies of tensors of one device. Those on the CPU run at once: an operator takes far longer than a small copy.
+/// Those on a device are deferred and launched together.
+class BatchedCopies {
+ public:
+  /// `to` has the dtype and the shape of `from`, and is dense.
+  void add(const at::Tensor& to, const at::Tensor& from) {
+    if (!to.is_cpu()) {
+      to_.push_back(to);
+      from_.push_back(from);
+      // The sources stay allocated until they are copied: bound that memory by the default size of a bucket.
+      if ((bytes_ += from.nbytes()) >= (25 << 20)) run();
+    } else if (to.strides() == from.strides() && !from.is_conj() && !from.is_neg()) {
+      std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+      to.unsafeGetTensorImpl()->bump_version();
+    } else {
+      to.copy_(from);
+    }
+  }
+  void run() {
+    if (!to_.empty()) at::_foreach_copy_(to_, from_, /*non_blocking=*/true);
+    clear();
+  }
+  void clear() {
+    to_.clear();
+    from_.clear();
+    bytes_ = 0;
+  }
+
+ private:
+  std::vector<at::Tensor> to_, from_;
+  std::size_t bytes_ = 0;
+};
 
 /// The memory of the buckets, and the gradients in it.
 ///
@@ -68,6 +103,7 @@ class GradientBuckets {
 
   /// Copies parameter i's gradient into its bucket view and scales it: by `weight` if that is defined, else
   /// by 1 / divisor if `scaled` (false if a later step divides). An undefined gradient is copied as zeros.
+  /// `finish` ends what is batched: call it with the same arguments before the bucket is read.
   /// `attach` makes `p.grad()` alias the bucket view; it is false for a parameter that no backward has
   /// reached, whose older gradient is reduced but keeps its own memory. Throws GradientError if the dtype,
   /// device or shape of the gradient does not match.
@@ -83,21 +119,17 @@ class GradientBuckets {
     if (parameter.sparse) return copy_rows(i, scaled);
     at::Tensor& grad = parameter.gradient();
     at::Tensor& view = parameter.view;
+    Bucket& bucket = buckets_[parameter.bucket];
+    parameter.in_place = grad.defined() && lies_in(grad, view);
+    bucket.in_place += parameter.in_place;
     if (!grad.defined()) {
       view.zero_();
       return;
     }
     if (storage_ == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined()) attach = true;
-    const bool divide = !weight.defined() && scaled && divisor_ != 1;
-    const Bucket& bucket = buckets_[parameter.bucket];
-    if (lies_in(grad, view)) {
+    if (parameter.in_place) {
       if (!attach) grad = grad.clone();
-      if (weight.defined()) view.mul_(weight);
-      if (!divide) return;
-      if (storage_ == GradientStorage::gradient_as_bucket_view)
-        view.div_(bucket.divisor);
-      else
-        view.mul_(bucket.factor);
+      if (!bucket.batched) scale(view, bucket, weight, scaled, /*in_place=*/true);
       return;
     }
     if (grad.layout() != at::kStrided)
@@ -111,36 +143,62 @@ class GradientBuckets {
           detail::formatted("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                             "parameter had when DistributedDataParallel was made; convert the model before",
                             i, parameter.name));
-    if (weight.defined())
-      at::mul_out(view, grad, weight);
-    else if (divide)
-      at::mul_out(view, grad, bucket.factor);
+    if (bucket.batched || !(weight.defined() || divides(scaled)))
+      bucket.copies.add(view, grad);
     else
-      view.copy_(grad);
+      at::mul_out(view, grad, weight.defined() ? weight : bucket.factor);
     if (attach && storage_ != GradientStorage::separate) grad = view;
   }
 
+  /// Ends the copies into a dense bucket.
+  void finish(std::size_t b, const at::Tensor& weight, bool scaled) {
+    Bucket& bucket = buckets_[b];
+    bucket.copies.run();
+    const std::size_t in_place = std::exchange(bucket.in_place, 0);
+    if (!bucket.batched) return;
+    if (in_place == 0 || in_place == members(b).size() || weight.defined() || !divides(scaled) ||
+        storage_ != GradientStorage::gradient_as_bucket_view)
+      return scale(bucket.elements, bucket, weight, scaled, in_place > 0);
+    for (const std::size_t i : members(b))
+      scale(parameters_[i].view, bucket, weight, scaled, parameters_[i].in_place);
+  }
+
+  /// Makes parameter i's gradient the average in its bucket; `finish_copies` ends what is batched.
   void copy_from_bucket(std::size_t i) {
     at::Tensor& grad = parameters_[i].gradient();
     const at::Tensor& view = parameters_[i].view;
     if (storage_ != GradientStorage::separate) {
       if (!grad.defined() || !lies_in(grad, view)) grad = view;
     } else if (grad.defined()) {
-      grad.copy_(view);
+      buckets_[parameters_[i].bucket].copies.add(grad, view);
     } else {
       grad = at::empty_like(view).copy_(view);
     }
   }
 
+  void finish_copies() {
+    for (Bucket& bucket : buckets_) bucket.copies.run();
+  }
+
+  /// Discards the copies of an abandoned reduction.
+  void reset() {
+    for (Bucket& bucket : buckets_) {
+      bucket.copies.clear();
+      bucket.in_place = 0;
+    }
+  }
+
   /// Multiplies the whole bucket by `factor`; a factor of 0 also clears NaN.
-  void scale(std::size_t bucket, double factor) {
+  void multiply(std::size_t bucket, double factor) {
     at::Tensor& flat = buckets_[bucket].gradients.flat;
     factor == 0 ? flat.zero_() : flat.mul_(factor);
   }
 
   /// Fills a bucket view with NaN, which survives every sum.
   void poison(std::size_t i) {
-    if (parameters_[i].view.defined()) parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (!parameters_[i].view.defined()) return;
+    buckets_[parameters_[i].bucket].copies.run();  // a deferred copy would overwrite the NaN
+    parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
   /// Returns the parameter of the last non-empty bucket view in reduction order, or nullopt if all parameters
@@ -150,9 +208,26 @@ class GradientBuckets {
  private:
   struct Bucket {
     GradientBucket gradients;
+    at::Tensor elements;  // `gradients.flat` in the dtype of the parameters, which may be complex
     at::Tensor with_tail;
     at::Tensor divisor, factor;  // the divisor and its reciprocal
+    bool batched = false;        // `finish` scales the whole bucket
+    std::size_t in_place = 0;    // gradients of the open reduction that lie in the bucket
+    BatchedCopies copies;
   };
+  /// On the CPU, a multiplication while copying saves the second pass over larger gradients.
+  static constexpr std::size_t small_gradient = 4096;
+
+  [[nodiscard]] bool divides(bool scaled) const { return scaled && divisor_ != 1; }
+  void scale(at::Tensor& values, const Bucket& bucket, const at::Tensor& weight, bool scaled,
+             bool in_place) const {
+    if (weight.defined())
+      values.mul_(weight);
+    else if (divides(scaled) && in_place && storage_ == GradientStorage::gradient_as_bucket_view)
+      values.div_(bucket.divisor);
+    else if (divides(scaled))
+      values.mul_(bucket.factor);
+  }
 
   void add(const std::vector<std::size_t>& members, std::size_t count) {
     const ParameterEntry& leader = parameters_[members.at(0)];
@@ -167,9 +242,11 @@ class GradientBuckets {
       for (const std::size_t i : members) length += parameters_[i].tensor.numel();
       bucket.with_tail = at::empty({length + tail}, first.options());
       const auto storage = bucket.with_tail.storage();
-      bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
+      bucket.elements = at::empty({0}, first.options()).set_(storage, 0, {length});
       // Gloo does not support complex dtypes: they travel as pairs of real numbers.
-      if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
+      bucket.gradients.flat =
+          first.is_complex() ? at::view_as_real(bucket.elements).view({-1}) : bucket.elements;
+      bucket.batched = !first.is_cpu() || bucket.elements.nbytes() <= small_gradient * members.size();
       bucket.divisor = number_for(first, divisor_);
       bucket.factor = number_for(first, 1.0 / divisor_);
       std::int64_t offset = 0;

@@ -253,6 +253,7 @@ class BucketReduction {
     counts_in_bucket_ = counts_ && counts_in_bucket();
     weight_.reset();
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
+    buckets_->reset();
     next_ = 0;
     bytes_before_ = bytes();
     hook_error_ = nullptr;
@@ -387,6 +388,7 @@ class BucketReduction {
       else
         buckets_->copy_from_bucket(i);
     }
+    buckets_->finish_copies();
     ++reductions_;
     begun_ = false;
     bytes_last_ = bytes() - bytes_before_;
@@ -491,6 +493,7 @@ class BucketReduction {
 
   void launch(std::size_t b) {
     if (buckets_->sparse(b) || buckets_->empty(b)) return;
+    buckets_->finish(b, weight_, !counts_);
     note_launch(b);
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
@@ -535,6 +538,7 @@ class BucketReduction {
 
   void launch_with_count(std::size_t b, double count) {
     if constexpr (std::same_as<Hook, AllReduceHook>) {
+      buckets_->finish(b, weight_, !counts_);
       note_launch(b);
       RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
       const at::Tensor& flat = buckets_->with_tail(b);
@@ -572,7 +576,7 @@ class BucketReduction {
     const bool nothing = total_count_ == 0;
     if (counts_in_bucket_ || nothing)
       for (std::size_t b = 0; b < buckets_->size(); ++b)
-        if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, mean_factor());
+        if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->multiply(b, mean_factor());
     for (ParameterEntry& parameter : parameters_)
       if (parameter.sum.defined()) parameter.sum.mul_(mean_factor());
     if constexpr (StatefulHook<Hook>)
