@@ -86,7 +86,7 @@ TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
     const auto change = GENERATE(values<Change>(
         {[](auto&) {},
          [](auto& given) { given.gradients = lockstep::GradientStorage::gradient_as_bucket_view; },
-         [](auto& given) { given.static_graph = true; },
+         [](auto& given) { given.batched_grad_copy = true; }, [](auto& given) { given.static_graph = true; },
          [](auto& given) { given.find_unused_parameters = true; }}));
     change(options);
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);

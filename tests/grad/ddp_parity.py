@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 BATCH = 30
-SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,),
+SHAPES = {"mlp": (64,), "small": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,),
           "shared": (64,), "mixed": (64,), "complex": (64,), "recomputed": (64,), "repeated": (64,),
           "gpt": (64,)}  # fmt: skip
 BATCHES = dict.fromkeys(SHAPES, 300) | {"mlp": 600, "convnet": 200}
@@ -34,6 +34,9 @@ TOKENS, LENGTH, WIDTH, HEADS = 50, 8, 64, 4  # of the gpt
 RANK, START = 2, 10  # of PowerSGD's factors, and its first step
 # Before PyTorch 2.13 `broadcast_buffers=False` still sent them at construction.
 FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+
+# By the word for each in a case. Older versions of PyTorch lack them.
+BATCHING = {"batched": "batched_grad_copy", "lazy": "lazy_bucket_allocation"}
 
 # name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
 # bytes joined by commas (0: the default caps), what else differs from a plain DDP, joined by +, and the same in words
@@ -51,6 +54,25 @@ CASES = [
     ("view-none", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True`"),
     ("view-zero", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True`, gradients kept defined"),
     ("view-accumulate-none", "mlp", 1, 3, 10, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True` with `no_sync`"),
+    ("small-none", "small", 1, 1, 50, 0.1, 0.9, "4096", "-", "small parameters"),
+    ("small-half", "small", 0, 1, 50, 0.05, 0.9, "4096", "half", "small parameters, every other gradient kept defined"),
+    ("small-view", "small", 0, 1, 50, 0.05, 0.9, "4096", "view", "small parameters, `gradient_as_bucket_view=True`, gradients kept defined"),
+    ("small-view-half", "small", 0, 1, 50, 0.05, 0.9, "4096", "view+half", "small parameters, `gradient_as_bucket_view=True`, every other gradient kept defined"),
+    ("batched", "small", 1, 2, 50, 0.05, 0.9, "4096", "batched", "`batched_grad_copy=True` with `no_sync`"),
+    ("batched-half", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "batched+half", "`batched_grad_copy=True`, every other gradient kept defined"),
+    ("batched-view", "small", 0, 1, 50, 0.05, 0.9, "4096", "batched+view+half", "the same with `gradient_as_bucket_view=True`"),
+    ("lazy", "small", 1, 2, 50, 0.05, 0.9, "4096", "lazy", "`lazy_bucket_allocation=True` with `no_sync`"),
+    ("lazy-zero", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "lazy", "`lazy_bucket_allocation=True`, gradients kept defined"),
+    ("lazy-view", "mlp", 1, 1, 50, 0.05, 0.9, "16384", "lazy+view", "`lazy_bucket_allocation=True`, `gradient_as_bucket_view=True`"),
+    ("lazy-view-half", "small", 0, 1, 50, 0.05, 0.9, "4096", "lazy+view+half", "the same, every other gradient kept defined"),
+    ("lazy-view-zero", "small", 0, 2, 50, 0.05, 0.9, "4096", "lazy+view", "the same with `no_sync`, gradients kept defined"),
+    ("lazy-search", "branches", 1, 1, 50, 0.1, 0.9, "8192", "lazy+search", "`lazy_bucket_allocation=True`, `find_unused_parameters`"),
+    ("lazy-view-search", "branches", 0, 2, 50, 0.1, 0.9, "8192", "lazy+view+search", "the same with `gradient_as_bucket_view=True`, `no_sync`, gradients kept defined"),
+    ("lazy-view-half-search", "branches", 0, 1, 50, 0.1, 0.9, "12000", "lazy+view+search+half", "the same, every other gradient kept defined"),
+    ("lazy-view-static", "branches", 1, 1, 50, 0.1, 0.9, "12000", "lazy+view+static", "the same with `static_graph`"),
+    ("skip", "branches", 0, 2, 50, 0.1, 0.9, "8192", "skip+search+fixed", "`skip_all_reduce_unused_params=True`, `find_unused_parameters`"),
+    ("skip-view", "branches", 0, 1, 50, 0.1, 0.9, "8192", "skip+view+search+fixed", "the same with `gradient_as_bucket_view=True`"),
+    ("skip-static", "branches", 1, 1, 50, 0.1, 0.9, "8192", "skip+static+fixed", "the same with `static_graph`"),
     ("separate", "mlp", 0, 3, 50, 0.1, 0.9, "16384", "separate", "gradients in memory of their own"),
     ("frozen", "mlp", 1, 1, 50, 0.1, 0.9, "2048", "frozen", "a frozen layer"),
     ("tied", "tied", 1, 1, 50, 0.1, 0.9, "256", "-", "a layer used twice, registered twice"),
@@ -84,8 +106,10 @@ CASES = [
 ]
 if not FORWARD_SYNC:
     CASES = [case for case in CASES if case[8] != "no-buffers"]
+OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+CASES = [case for case in CASES if all(o in OPTIONS for w, o in BATCHING.items() if w in case[8].split("+"))]
 if "few" in sys.argv:
-    FEW = ("plain-none", "accumulate-zero", "convnet-zero", "convnet-alone", "caps", "view-zero", "tied", "search-keep", "view-search-alike", "twice",
+    FEW = ("plain-none", "small-none", "small-view-half", "batched", "batched-view", "lazy-zero", "lazy-view-half", "lazy-search", "skip", "accumulate-zero", "convnet-zero", "convnet-alone", "caps", "view-zero", "tied", "search-keep", "view-search-alike", "twice",
            "static", "sparse", "last-view", "ignored", "recomputed", "repeated", "shared", "mixed", "complex-view", "group", "join",
            "fp16", "power-sgd-feedback", "gpt")  # fmt: skip
     CASES = [(*case[:4], min(case[4], 20), *case[5:]) for case in CASES if case[0] in FEW]
@@ -202,6 +226,9 @@ def make_model(name):
         return {"branches": Branches, "table": Table, "tied": Tied, "gpt": Gpt}[name]()
     if name in ("shared", "mixed", "complex", "recomputed", "repeated"):
         return Middle()
+    if name == "small":
+        hidden = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.ReLU())]
+        return Plain(nn.Linear(64, 16), nn.ReLU(), *hidden, nn.Linear(16, 10))
     if name == "mlp":
         return Plain(
             nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 80), nn.ReLU(), nn.Linear(80, 10)
@@ -271,6 +298,9 @@ def wrap(model, caps, extra):
         options["forward_sync_buffers"] = False
     elif extra == "first-buffers":
         options["broadcast_buffers"] = False
+    for word, option in BATCHING.items():
+        if word in extra:
+            options[option] = True
     if "group" in extra:
         size = dist.get_world_size()
         ends = dist.new_group([0, size - 1])
@@ -283,6 +313,7 @@ def wrap(model, caps, extra):
         find_unused_parameters="search" in extra,
         static_graph="static" in extra,
         gradient_as_bucket_view="view" in extra,
+        skip_all_reduce_unused_params="skip" in extra,
         **options,
     )
     if extra in ("fp16", "bf16"):
@@ -322,7 +353,7 @@ def train(case, rank, output, folder):
 
     def backward(step, micro):
         batch = ((step * micro_batches + micro) * 4 + rank) % len(y)
-        which = (rank if "static" in extra else step if "alike" in extra else step + rank) % 3
+        which = (0 if "fixed" in extra else rank if "static" in extra else step if "alike" in extra else step + rank) % 3
         inputs = x[batch].to(memory_format=torch.channels_last) if "last" in extra else x[batch]
         loss = torch.nn.functional.cross_entropy(ddp(inputs, which), y[batch])
         (loss / micro_batches if extra == "adamw" else loss).backward()
@@ -330,6 +361,9 @@ def train(case, rank, output, folder):
     def train_step(step):
         if "keep" not in extra or step % 3 == 0:
             optimizer.zero_grad(set_to_none=bool(set_to_none))
+        if "half" in extra:
+            for parameter in trained[::2]:
+                parameter.grad = None
         with ddp.no_sync():
             for micro in range(micro_batches - 1):
                 backward(step, micro)

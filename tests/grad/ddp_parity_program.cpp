@@ -103,6 +103,15 @@ torch::nn::Sequential make_layers(const std::string& name) {
   using namespace torch::nn;
   if (name == "mlp")
     return Sequential(Linear(64, 96), ReLU(), Linear(96, 96), ReLU(), Linear(96, 80), ReLU(), Linear(80, 10));
+  if (name == "small") {
+    Sequential layers(Linear(64, 16), ReLU());
+    for (int i = 0; i < 12; ++i) {
+      layers->push_back(Linear(16, 16));
+      layers->push_back(ReLU());
+    }
+    layers->push_back(Linear(16, 10));
+    return layers;
+  }
   if (name == "big")
     return Sequential(Linear(256, 2048), ReLU(), Linear(2048, 2048), ReLU(), Linear(2048, 1280), ReLU(),
                       Linear(1280, 256), ReLU(), Linear(256, 10));
@@ -284,6 +293,9 @@ lockstep::DdpOptions options_of(const Case& c) {
   options.static_graph = c.with("static");
   options.broadcast_buffers = c.extra != "no-buffers";
   options.forward_sync_buffers = c.extra != "first-buffers";
+  options.batched_grad_copy = c.with("batched");
+  options.lazy_bucket_allocation = c.with("lazy");
+  options.skip_all_reduce_unused_params = c.with("skip");
   if (c.with("view")) options.gradients = lockstep::GradientStorage::gradient_as_bucket_view;
   if (c.with("ignored")) options.ignored = {"layers.2.weight", "layers.2.bias"};
   if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;
@@ -340,13 +352,18 @@ void train(const Case& c, const lockstep::World& world, Comm& comm, const std::s
   if (c.extra == "adamw") adamw.emplace(c, trained);
   auto loss = [&](int step, int micro) {
     const std::int64_t batch = ((step * c.micro_batches + micro) * 4 + world.rank()) % count;
-    const int which = (c.with("static") ? world.rank() : c.with("alike") ? step : step + world.rank()) % 3;
+    const int which = (c.with("fixed")    ? 0
+                       : c.with("static") ? world.rank()
+                       : c.with("alike")  ? step
+                                          : step + world.rank()) %
+                      3;
     const auto input = c.with("last") ? channels_last(x[batch]) : x[batch];
     const auto mean = torch::nn::functional::cross_entropy(ddp(input, which), y[batch]);
     return adamw ? mean / c.micro_batches : mean;
   };
   for (int step = 0; step < c.steps; ++step) {
     if (!c.with("keep") || step % 3 == 0) sgd.zero_grad(c.set_to_none != 0);
+    for (std::size_t i = 0; c.with("half") && i < trained.size(); i += 2) trained[i].mutable_grad().reset();
     for (int micro = 0; micro + 1 < c.micro_batches; ++micro) {
       const auto guard = ddp.no_sync();
       ddp.backward(loss(step, micro));

@@ -107,6 +107,92 @@ TEST_CASE("a kept gradient that no rank uses: averaged again in a bucket view, e
   CHECK(torch::allclose(kept(), torch::full({4, 4}, expected), 1e-6, 1e-7));
 }
 
+TEST_CASE("skipped buckets: what no rank used at first is not reduced, and may not be used later") {
+  const int rank = test_world().rank();
+  DdpOptions options = searching(GENERATE(false, true));
+  options.bucket_cap_mb = lockstep_test::mib({1});  // one bucket for each parameter
+  Branches net, other;
+  DistributedDataParallel whole{other, shared_comm(), options};
+  options.skip_all_reduce_unused_params = true;
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  for (int step = 0; step < 4; ++step) {
+    net->zero_grad();
+    other->zero_grad();
+    ddp.backward(net(batch_of(rank, step), rank % 2).pow(2).sum());
+    whole.backward(other(batch_of(rank, step), rank % 2).pow(2).sum());
+    CHECK_FALSE(net->branch[2]->weight.grad().defined());
+  }
+  CHECK(ddp.buckets() == whole.buckets());
+  if (test_world().size() > 1) CHECK(ddp.report().bytes < whole.report().bytes);
+  // Every rank, or the ranks of the other branches would have another error.
+  refuses<GradientError>([&] { ddp.backward(net(batch_of(rank, 4), 2).pow(2).sum()); },
+                         options.static_graph ? "took no part in the first backward"
+                                              : "was used by no rank in the first backward");
+  net->zero_grad();
+  ddp.backward(net(batch_of(rank, 5), rank % 2).pow(2).sum());
+}
+
+TEST_CASE("lazily allocated buckets live as long as gradients that lie in them") {
+  const bool lazy = GENERATE(false, true);
+  Net net;
+  DdpOptions options = small_buckets();
+  options.lazy_bucket_allocation = lazy;
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  const auto step = [&](int number) {
+    net->zero_grad();
+    ddp.backward(net(batch_of(test_world().rank(), number)).pow(2).sum());
+  };
+  const auto released = [&] {
+    using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+    const Storage storage(net->one->weight.grad().storage().getWeakStorageImpl());
+    net->zero_grad();
+    return storage.expired();
+  };
+  for (int number = 0; number < 3; ++number) {
+    step(number);
+    CHECK(released() == lazy);
+  }
+  if (test_world().size() > 1) {
+    net->use_two = false;
+    refuses<GradientError>([&] { step(3); }, "two.weight");
+    net->use_two = true;
+  }
+  step(4);
+  CHECK(released() == lazy);
+}
+
+TEST_CASE("options of the buckets leave the averages of means and of sums with counts") {
+  const int rank = test_world().rank();
+  const auto change = GENERATE(0, 1, 2, 3);
+  torch::manual_seed(8);
+  Net net, other;
+  DdpOptions options = small_buckets();
+  DistributedDataParallel plain{other, shared_comm(), options};
+  options.batched_grad_copy = change == 0;
+  options.lazy_bucket_allocation = change >= 1;
+  if (change >= 2)
+    options.gradients = change == 2 ? GradientStorage::separate : GradientStorage::gradient_as_bucket_view;
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  {
+    torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < 6; ++i) other->parameters()[i].copy_(net->parameters()[i]);
+  }
+  for (int step = 0; step < 6; ++step) {
+    net->zero_grad(step % 2 == 0);
+    other->zero_grad(step % 2 == 0);
+    const auto mine = batch_of(rank, step);
+    if (step % 3 == 2) {
+      ddp.backward_sum(net(mine).pow(2).sum(), rank + 1);
+      plain.backward_sum(other(mine).pow(2).sum(), rank + 1);
+    } else {
+      ddp.backward(net(mine).pow(2).mean());
+      plain.backward(other(mine).pow(2).mean());
+    }
+    for (std::size_t i = 0; i < 6; ++i)
+      CHECK(torch::allclose(net->parameters()[i].grad(), other->parameters()[i].grad(), 1e-5, 1e-7));
+  }
+}
+
 TEST_CASE("a parameter that only a re-entrant backward reaches is named, not lost") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), searching()};

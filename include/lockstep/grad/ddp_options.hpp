@@ -46,6 +46,18 @@ struct DdpOptions {
   /// gradient is produced as often. Needs no graph traversal and no further collective, and buckets are
   /// rebuilt. Takes precedence over `find_unused_parameters`.
   bool static_graph = false;
+  /// Divides a whole bucket by the number of ranks, as Python's `batched_grad_copy=True` does. By default a copied
+  /// gradient is multiplied by the reciprocal, as in Python's default; the bits differ unless the number of ranks is a
+  /// power of two. Copies are batched either way. No effect on backward_sum and on hooks that do not predivide.
+  bool batched_grad_copy = false;
+  /// Allocates a bucket when its first gradient is ready and releases it after backward, so that buckets and
+  /// activations overlap less. A gradient that is a bucket view keeps its bucket until it is cleared. Each backward then
+  /// waits for its reduction, also on devices. Counterpart: lazy_bucket_allocation.
+  bool lazy_bucket_allocation = false;
+  /// Neither stores nor reduces buckets of parameters that no rank used in the first reduction. A later backward that
+  /// uses such a parameter throws GradientError, where Python may hang. No effect unless `find_unused_parameters` or
+  /// `static_graph` is set. Counterpart: skip_all_reduce_unused_params.
+  bool skip_all_reduce_unused_params = false;
   /// The device that the model is expected on; construction checks it. Leave it unset for a module that spans
   /// several devices. Counterpart: device_ids.
   std::optional<c10::Device> device = std::nullopt;

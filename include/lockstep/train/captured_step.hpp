@@ -195,10 +195,11 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
       throw UsageError(
           "CapturedStep: num_warmup_iters is 2: give 3 or more with DdpOptions::static_graph, since the "
           "third step orders the buckets");
-    if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
+    if (options.ddp.find_unused_parameters || options.ddp.lazy_bucket_allocation ||
+        options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
-          "CapturedStep: find_unused_parameters and gradients other than in_bucket change the work from step "
-          "to step: leave both DdpOptions at their defaults");
+          "CapturedStep: find_unused_parameters, lazy_bucket_allocation and gradients other than in_bucket "
+          "change the work or the memory from step to step: leave these DdpOptions at their defaults");
     const auto check = [](auto& part) {
       if constexpr (requires { part.check_capturable(); }) part.check_capturable();
     };

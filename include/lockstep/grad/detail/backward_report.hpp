@@ -148,6 +148,10 @@ std::string own_failure_text(C& comm, const BackwardReport& mine,
 inline std::string unexpected_text(std::size_t i, const ParameterEntry& parameter,
                                    const DdpOptions& options) {
   const std::string name = detail::formatted("parameter {} '{}'", i, parameter.name);
+  if (parameter.skipped && !options.static_graph)
+    return name +
+           " was used by no rank in the first backward, so that skip_all_reduce_unused_params skips its "
+           "reduction; leave that out";
   if (options.static_graph && parameter.expected == 0)
     return name +
            " took no part in the first backward and does in this one, while static_graph promises that every "

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -21,6 +24,7 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
+#include "lockstep/grad/detail/poison_check.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
@@ -31,7 +35,7 @@ class BatchedCopies {
  public:
   /// `to` has the dtype and the shape of `from`, and is dense.
   void add(const at::Tensor& to, const at::Tensor& from) {
-    if (!to.is_cpu()) {
+    if (!to.is_cpu() || checks_cpu_late) {
       to_.push_back(to);
       from_.push_back(from);
       // The sources stay allocated until they are copied: bound that memory by the default size of a bucket.
@@ -45,9 +49,6 @@ class BatchedCopies {
   }
   void run() {
     if (!to_.empty()) at::_foreach_copy_(to_, from_, /*non_blocking=*/true);
-    clear();
-  }
-  void clear() {
     to_.clear();
     from_.clear();
     bytes_ = 0;
@@ -71,9 +72,9 @@ class GradientBuckets {
   /// Gradients are divided by `divisor` when copied in; 1 if the communication hook averages. With
   /// GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
   /// `only_adoptable`, only those that are the `adoptable` of their entry.
-  GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, GradientStorage storage,
+  GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, const DdpOptions& options,
                   int divisor, bool only_adoptable = false)
-      : parameters_(parameters), storage_(storage), divisor_(divisor) {
+      : parameters_(parameters), options_(options), storage_(options.gradients), divisor_(divisor) {
     // Release the memory of earlier buckets first.
     for (ParameterEntry& parameter : parameters_) {
       parameter.view.reset();
@@ -85,9 +86,9 @@ class GradientBuckets {
         if (parameter.view.defined() &&
             (!only_adoptable || parameter.gradient().is_same(parameter.adoptable)))
           adopt(parameter);
-    for (const auto& members : plan)
-      for (const std::size_t i : members)
-        if (parameters_[i].view.defined() && parameters_[i].view.numel() > 0) last_view_ = i;
+    for (std::size_t b = 0; b < size(); ++b)
+      for (const std::size_t i : members(b))
+        if (!sparse(b) && !empty(b) && parameters_[i].tensor.numel() > 0) last_view_ = i;
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
@@ -97,7 +98,7 @@ class GradientBuckets {
   }
   [[nodiscard]] bool sparse(std::size_t bucket) const { return parameters_[members(bucket)[0]].sparse; }
   [[nodiscard]] bool empty(std::size_t bucket) const {
-    return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
+    return !sparse(bucket) && buckets_[bucket].length == 0;
   }
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
@@ -120,16 +121,20 @@ class GradientBuckets {
     at::Tensor& grad = parameter.gradient();
     at::Tensor& view = parameter.view;
     Bucket& bucket = buckets_[parameter.bucket];
-    parameter.in_place = grad.defined() && lies_in(grad, view);
-    bucket.in_place += parameter.in_place;
+    if (!bucket.dense) return;  // skipped
+    allocate(parameter.bucket);
+    const bool in_place = grad.defined() && lies_in(grad, view);
+    parameter.divided =
+        options_.batched_grad_copy || (in_place && storage_ == GradientStorage::gradient_as_bucket_view);
+    bucket.divided += parameter.divided;
     if (!grad.defined()) {
       view.zero_();
       return;
     }
     if (storage_ == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined()) attach = true;
-    if (parameter.in_place) {
+    if (in_place) {
       if (!attach) grad = grad.clone();
-      if (!bucket.batched) scale(view, bucket, weight, scaled, /*in_place=*/true);
+      if (!bucket.batched) scale(view, bucket, weight, scaled, parameter.divided);
       return;
     }
     if (grad.layout() != at::kStrided)
@@ -143,7 +148,7 @@ class GradientBuckets {
           detail::formatted("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                             "parameter had when DistributedDataParallel was made; convert the model before",
                             i, parameter.name));
-    if (bucket.batched || !(weight.defined() || divides(scaled)))
+    if (bucket.batched || !(weight.defined() || (scaled && divisor_ != 1)))
       bucket.copies.add(view, grad);
     else
       at::mul_out(view, grad, weight.defined() ? weight : bucket.factor);
@@ -154,16 +159,44 @@ class GradientBuckets {
   void finish(std::size_t b, const at::Tensor& weight, bool scaled) {
     Bucket& bucket = buckets_[b];
     bucket.copies.run();
-    const std::size_t in_place = std::exchange(bucket.in_place, 0);
+    const std::size_t divided = std::exchange(bucket.divided, 0);
     if (!bucket.batched) return;
-    if (in_place == 0 || in_place == members(b).size() || weight.defined() || !divides(scaled) ||
-        storage_ != GradientStorage::gradient_as_bucket_view)
-      return scale(bucket.elements, bucket, weight, scaled, in_place > 0);
+    if (divided == 0 || divided == members(b).size())
+      return scale(bucket.elements, bucket, weight, scaled, divided > 0);
     for (const std::size_t i : members(b))
-      scale(parameters_[i].view, bucket, weight, scaled, parameters_[i].in_place);
+      scale(parameters_[i].view, bucket, weight, scaled, parameters_[i].divided);
   }
 
-  /// Makes parameter i's gradient the average in its bucket; `finish_copies` ends what is batched.
+  /// Allocates a dense bucket, if `lazy_bucket_allocation` has not done so yet.
+  void allocate(std::size_t b) {
+    Bucket& bucket = buckets_[b];
+    if (!bucket.dense || bucket.elements.defined()) return;
+    const ParameterEntry& leader = parameters_[bucket.gradients.parameters[0]];
+    const auto options = leader.tensor.options().dtype(leader.dtype);
+    bucket.with_tail = at::empty({bucket.length + tail}, options);
+    const auto storage = bucket.with_tail.storage();
+    bucket.elements = at::empty({0}, options).set_(storage, 0, {bucket.length});
+    // Gloo does not support complex dtypes: they travel as pairs of real numbers.
+    bucket.gradients.flat =
+        bucket.elements.is_complex() ? at::view_as_real(bucket.elements).view({-1}) : bucket.elements;
+    std::int64_t offset = 0;
+    for (const std::size_t i : bucket.gradients.parameters) {
+      const at::Tensor& parameter = parameters_[i].tensor;
+      at::Tensor view = at::empty({0}, options);
+      if (parameter.is_non_overlapping_and_dense())
+        view.set_(storage, offset, parameter.sizes(), parameter.strides());
+      else
+        view.set_(storage, offset, parameter.sizes());
+      parameters_[i].view = view;
+      bucket.gradients.gradients.push_back(std::move(view));
+      offset += parameter.numel();
+      // Those that exist when the first gradient is ready, and so that one too, as in Python.
+      if (storage_ == GradientStorage::gradient_as_bucket_view && options_.lazy_bucket_allocation)
+        adopt(parameters_[i]);
+    }
+  }
+
+  /// Makes parameter i's gradient the average in its bucket; `end` ends what is batched.
   void copy_from_bucket(std::size_t i) {
     at::Tensor& grad = parameters_[i].gradient();
     const at::Tensor& view = parameters_[i].view;
@@ -176,15 +209,15 @@ class GradientBuckets {
     }
   }
 
-  void finish_copies() {
-    for (Bucket& bucket : buckets_) bucket.copies.run();
-  }
-
-  /// Discards the copies of an abandoned reduction.
-  void reset() {
+  /// Ends a reduction: its copies and, with `lazy_bucket_allocation`, the life of the buckets.
+  void end() {
     for (Bucket& bucket : buckets_) {
-      bucket.copies.clear();
-      bucket.in_place = 0;
+      bucket.copies.run();
+      bucket.divided = 0;
+      if (!options_.lazy_bucket_allocation) continue;
+      bucket.elements = bucket.with_tail = bucket.gradients.flat = at::Tensor();
+      bucket.gradients.gradients.clear();
+      for (const std::size_t i : bucket.gradients.parameters) parameters_[i].view.reset();
     }
   }
 
@@ -196,8 +229,10 @@ class GradientBuckets {
 
   /// Fills a bucket view with NaN, which survives every sum.
   void poison(std::size_t i) {
-    if (!parameters_[i].view.defined()) return;
-    buckets_[parameters_[i].bucket].copies.run();  // a deferred copy would overwrite the NaN
+    Bucket& bucket = buckets_[parameters_[i].bucket];
+    if (!bucket.dense) return;
+    allocate(parameters_[i].bucket);
+    bucket.copies.run();  // a deferred copy would overwrite the NaN
     parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
@@ -211,64 +246,51 @@ class GradientBuckets {
     at::Tensor elements;  // `gradients.flat` in the dtype of the parameters, which may be complex
     at::Tensor with_tail;
     at::Tensor divisor, factor;  // the divisor and its reciprocal
+    bool dense = false;          // neither sparse nor skipped
+    std::int64_t length = 0;     // in elements; 0 unless dense
     bool batched = false;        // `finish` scales the whole bucket
-    std::size_t in_place = 0;    // gradients of the open reduction that lie in the bucket
+    std::size_t divided = 0;     // gradients of the open reduction that Python divides
     BatchedCopies copies;
   };
   /// On the CPU, a multiplication while copying saves the second pass over larger gradients.
   static constexpr std::size_t small_gradient = 4096;
 
-  [[nodiscard]] bool divides(bool scaled) const { return scaled && divisor_ != 1; }
   void scale(at::Tensor& values, const Bucket& bucket, const at::Tensor& weight, bool scaled,
-             bool in_place) const {
+             bool divide) const {
     if (weight.defined())
       values.mul_(weight);
-    else if (divides(scaled) && in_place && storage_ == GradientStorage::gradient_as_bucket_view)
-      values.div_(bucket.divisor);
-    else if (divides(scaled))
-      values.mul_(bucket.factor);
+    else if (scaled && divisor_ != 1)
+      divide ? values.div_(bucket.divisor) : values.mul_(bucket.factor);
   }
 
   void add(const std::vector<std::size_t>& members, std::size_t count) {
     const ParameterEntry& leader = parameters_[members.at(0)];
-    const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
     Bucket bucket;
     bucket.gradients.index = buckets_.size();
     bucket.gradients.count = count;
     bucket.gradients.parameters = members;
-    for (const std::size_t i : members) parameters_[i].bucket = buckets_.size();
-    if (!leader.sparse) {
-      std::int64_t length = 0;
-      for (const std::size_t i : members) length += parameters_[i].tensor.numel();
-      bucket.with_tail = at::empty({length + tail}, first.options());
-      const auto storage = bucket.with_tail.storage();
-      bucket.elements = at::empty({0}, first.options()).set_(storage, 0, {length});
-      // Gloo does not support complex dtypes: they travel as pairs of real numbers.
-      bucket.gradients.flat =
-          first.is_complex() ? at::view_as_real(bucket.elements).view({-1}) : bucket.elements;
-      bucket.batched = !first.is_cpu() || bucket.elements.nbytes() <= small_gradient * members.size();
-      bucket.divisor = number_for(first, divisor_);
-      bucket.factor = number_for(first, 1.0 / divisor_);
-      std::int64_t offset = 0;
-      for (const std::size_t i : members) {
-        const at::Tensor& parameter = parameters_[i].tensor;
-        at::Tensor view = at::empty({0}, first.options());
-        if (parameter.is_non_overlapping_and_dense())
-          view.set_(storage, offset, parameter.sizes(), parameter.strides());
-        else
-          view.set_(storage, offset, parameter.sizes());
-        parameters_[i].view = view;
-        bucket.gradients.gradients.push_back(std::move(view));
-        offset += parameter.numel();
-      }
+    const auto skipped = [&](std::size_t i) { return parameters_[i].skipped; };
+    bucket.dense = !leader.sparse && !std::all_of(members.begin(), members.end(), skipped);
+    for (const std::size_t i : members) {
+      parameters_[i].bucket = buckets_.size();
+      if (bucket.dense) bucket.length += parameters_[i].tensor.numel();
     }
+    const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
+    bucket.divisor = number_for(first, divisor_);
+    bucket.factor = number_for(first, 1.0 / divisor_);
+    bucket.batched =
+        options_.batched_grad_copy || !first.is_cpu() ||
+        static_cast<std::size_t>(bucket.length) * first.element_size() <= small_gradient * members.size();
     buckets_.push_back(std::move(bucket));
+    if (!options_.lazy_bucket_allocation) allocate(buckets_.size() - 1);
   }
 
   /// Moves an existing gradient into its bucket view, as Python does when it builds its buckets.
   static void adopt(ParameterEntry& parameter) {
     at::Tensor& grad = parameter.gradient();
-    if (!grad.defined() || grad.is_sparse() || grad.sizes() != parameter.view.sizes()) return;
+    if (!grad.defined() || grad.is_sparse() || grad.sizes() != parameter.view.sizes() ||
+        grad.scalar_type() != parameter.dtype || grad.device() != parameter.device)
+      return;
     parameter.view.copy_(grad);
     grad = parameter.view;
   }
@@ -306,6 +328,7 @@ class GradientBuckets {
   }
 
   std::span<ParameterEntry> parameters_;
+  const DdpOptions& options_;
   GradientStorage storage_;
   int divisor_;
   std::vector<Bucket> buckets_;

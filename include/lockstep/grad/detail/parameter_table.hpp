@@ -42,14 +42,15 @@ struct ParameterEntry {
   at::Tensor adoptable = {};  ///< the gradient that the next rebuild may move into the new bucket view
 
   // The state of the reduction.
-  bool seen = false;      ///< a backward has reached it since the last reduction, also under no_sync
-  bool copied = false;    ///< its gradient has been copied into its bucket
-  bool in_place = false;  ///< its gradient lay in its bucket view before the copy
-  bool used = true;       ///< a rank has used it, as of the last usage exchange
-  int fired = 0;          ///< calls of its accumulate hook so far
-  int expected = 0;       ///< calls of its accumulate hook in each reduction, once the Reducer knows
-  at::Tensor rows = {};   ///< this rank's contribution to a sparse sum
-  at::Tensor sum = {};    ///< the sum of a sparse gradient over the ranks
+  bool seen = false;     ///< a backward has reached it since the last reduction, also under no_sync
+  bool copied = false;   ///< its gradient has been copied into its bucket
+  bool divided = false;  ///< Python divides its gradient, and multiplies others by the reciprocal
+  bool used = true;      ///< a rank has used it, as of the last usage exchange
+  bool skipped = false;  ///< no rank has used it in the first reduction, and none may (DdpOptions)
+  int fired = 0;         ///< calls of its accumulate hook so far
+  int expected = 0;      ///< calls of its accumulate hook in each reduction, once the Reducer knows
+  at::Tensor rows = {};  ///< this rank's contribution to a sparse sum
+  at::Tensor sum = {};   ///< the sum of a sparse gradient over the ranks
 
   GradientVersion reduced = {};  ///< the gradient that holds the previous reduction's average
 

@@ -22,8 +22,8 @@ namespace lockstep::detail {
 /// Tensors of one device and dtype.
 using TensorGroup = std::vector<at::Tensor>;
 
-/// Whether the host reads the checks of bucket views on the CPU late, too, as those on a GPU. For tests: they
-/// set it on every rank before they construct a model.
+/// Whether the host reads the checks of bucket views on the CPU late, too, and defers copies, as on a GPU. For
+/// tests: they set it on every rank before they construct a model.
 LOCKSTEP_PROCESS_WIDE inline bool checks_cpu_late = false;
 
 /// A check for NaN that runs on a device, stream-ordered, while the host goes on: the result is copied to

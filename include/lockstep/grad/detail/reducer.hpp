@@ -281,7 +281,7 @@ class Reducer {
     }
     std::exception_ptr thrown;
     try {
-      if (reduces) copy_known_unused(&contribution.losses);
+      if (reduces) find_known_unused(&contribution.losses);
       run_counted();
     } catch (...) {
       thrown = std::current_exception();
@@ -457,8 +457,10 @@ class Reducer {
         open_bare();
     }
     ready_order_.push_back(i);
-    if (options_.static_graph && !reduction_.used_anywhere(i))
+    if (parameter.skipped || (options_.static_graph && !reduction_.used_anywhere(i)))
       throw GradientError(unexpected_text(i, parameter, options_));
+    if (!expects_ && !options_.static_graph) reduction_.allocate(i);
+    copy_known_unused();
     if (expects_ && !joined_) {
       if (parameter.fired == parameter.expected || parameter.copied)
         throw GradientError(unexpected_text(i, parameter, options_));
@@ -505,18 +507,18 @@ class Reducer {
                       "ddp.backward(loss), which always ends the reduction")));
   }
 
-  /// Copies the gradients of parameters that this backward does not reach, so that their buckets need not wait
-  /// for `close`. `losses` is null in a bare `loss.backward()`.
-  void copy_known_unused(const at::ArrayRef<at::Tensor>* losses) {
-    if (no_data_ || !expects_) return;
-    if (options_.static_graph) {
-      for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (parameters_[i].expected == 0) copy_to_bucket(i, parameters_[i].seen);
-    } else if (searches() && losses) {
-      search_.run(*losses);
-      for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!search_.reached(hooks_[i].node())) copy_to_bucket(i, parameters_[i].seen);
-    }
+  /// Finds the parameters that this backward does not reach. `losses` is null in a bare `loss.backward()`.
+  void find_known_unused(const at::ArrayRef<at::Tensor>* losses) {
+    unused_due_ = !no_data_ && expects_ && (options_.static_graph || (searches() && losses));
+    if (unused_due_ && searches()) search_.run(*losses);
+  }
+  /// Copies their gradients, so that their buckets need not wait for `close`: once a backward has its first gradient,
+  /// as Python does. The bits of `lazy_bucket_allocation` depend on that.
+  void copy_known_unused() {
+    if (!std::exchange(unused_due_, false)) return;
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (searches() ? !search_.reached(hooks_[i].node()) : parameters_[i].expected == 0)
+        copy_to_bucket(i, parameters_[i].seen);
   }
 
   /// Joins the running `ddp.backward` of another model, which closes this reduction too. No bucket is
@@ -551,7 +553,7 @@ class Reducer {
   /// throws, the engine drops the callback, and the next reduction closes this stale one first.
   void open_bare() {
     open_plain();
-    copy_known_unused(nullptr);
+    find_known_unused(nullptr);
     at_end_of_backward([reducer = std::weak_ptr(self_)](bool ended) {
       const CallScope scope(backward_name);
       const auto alive = reducer.lock();
@@ -636,10 +638,11 @@ class Reducer {
 
   /// Copies the remaining gradients into their buckets, and poisons those that are required and missing.
   void complete(BackwardReport& report) {
+    unused_due_ = false;
     const bool may_miss = no_data_ || searches() || (options_.static_graph && !expects_);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (parameters_[i].copied) continue;
-      if (!parameters_[i].seen && !may_miss) {
+      if (!parameters_[i].seen && !may_miss && (!expects_ || parameters_[i].expected > 0)) {
         report.missing.push_back(i);
         reduction_.poison(i);
         continue;
@@ -778,6 +781,7 @@ class Reducer {
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
+  bool unused_due_ = false;   // the gradients of known unused parameters are still to be copied
   bool shares_loss_ = false;  // a loss has depended on this model and others
   std::optional<Unread> unread_;
   std::exception_ptr

@@ -249,11 +249,11 @@ class BucketReduction {
 
   /// `count`: see Contribution. Counts that do not travel in a bucket are all-reduced here, which blocks.
   void open(std::optional<double> count) {
+    if (options_.skip_all_reduce_unused_params && !knows_skipped_ && reductions_ > 0) note_skipped();
     counts_ = count.has_value();
     counts_in_bucket_ = counts_ && counts_in_bucket();
     weight_.reset();
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
-    buckets_->reset();
     next_ = 0;
     bytes_before_ = bytes();
     hook_error_ = nullptr;
@@ -268,6 +268,7 @@ class BucketReduction {
     buckets_->copy_to_bucket(i, weight_, !counts_, seen);
     --pending_[parameters_[i].bucket];
   }
+  void allocate(std::size_t i) { buckets_->allocate(parameters_[i].bucket); }
   void poison(std::size_t i) {
     buckets_->poison(i);
     --pending_[parameters_[i].bucket];
@@ -361,6 +362,7 @@ class BucketReduction {
       throw;
     }
     times.end = Clock::now();
+    if (options_.lazy_bucket_allocation) check_views();
     // A single rank needs no NaN check. A captured step has run before, and had every gradient on every rank.
     if (comm_.size() == 1)
       flagged = flagged || failed_;
@@ -388,7 +390,7 @@ class BucketReduction {
       else
         buckets_->copy_from_bucket(i);
     }
-    buckets_->finish_copies();
+    release();
     ++reductions_;
     begun_ = false;
     bytes_last_ = bytes() - bytes_before_;
@@ -406,6 +408,7 @@ class BucketReduction {
     const bool under_way =
         std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
     if (under_way) make_buckets(plan());
+    release();
     if (usage_) usage_->abandon();
     if constexpr (StatefulHook<Hook>)
       if (begun_) hook_.rollback();
@@ -438,7 +441,7 @@ class BucketReduction {
       bucket.parameters = buckets_->members(b);
       bucket.sparse = buckets_->sparse(b);
       for (const std::size_t i : bucket.parameters)
-        if (!bucket.sparse) bucket.bytes += parameters_[i].bytes;
+        if (!bucket.sparse && !buckets_->empty(b)) bucket.bytes += parameters_[i].bytes;
       bucket.launched = seconds(times.backward, launched_[b]);
       if (completions_)
         if (const auto completed = (*completions_)[b]) bucket.completed = seconds(times.backward, *completed);
@@ -459,8 +462,7 @@ class BucketReduction {
 
  private:
   void make_buckets(const BucketPlan& plan, bool only_adoptable = false) {
-    buckets_.emplace(parameters_, plan, options_.gradients, Hook::predivides ? comm_.size() : 1,
-                     only_adoptable);
+    buckets_.emplace(parameters_, plan, options_, Hook::predivides ? comm_.size() : 1, only_adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
@@ -468,12 +470,27 @@ class BucketReduction {
     if (completions_) record_completions(true);
     const auto last = buckets_->last_view();
     last_bucket_ = last ? parameters_[*last].bucket : 0;
-    poison_check_ = {};
-    for (const ParameterEntry& parameter : parameters_)
-      if (parameter.view.defined()) poison_check_.add(parameter.view);
+    check_views();
     any_sparse_ = std::any_of(parameters_.begin(), parameters_.end(),
                               [](const ParameterEntry& parameter) { return parameter.sparse; });
     labels_.name(*buckets_, parameters_);
+  }
+
+  void release() {
+    if (options_.lazy_bucket_allocation) poison_check_ = {};  // its elements hold the memory
+    buckets_->end();
+  }
+  /// Leaves out the buckets that no rank has used in the first reduction with used parameters.
+  void note_skipped() {
+    knows_skipped_ = std::any_of(parameters_.begin(), parameters_.end(), std::mem_fn(&ParameterEntry::used));
+    if (!knows_skipped_) return;
+    for (ParameterEntry& parameter : parameters_) parameter.skipped = !parameter.used && !parameter.sparse;
+    make_buckets(plan());
+  }
+  void check_views() {
+    poison_check_ = {};
+    for (const ParameterEntry& parameter : parameters_)
+      if (parameter.view.defined()) poison_check_.add(parameter.view);
   }
 
   // Returns whether a bucket view on a device may be poisoned; false with `late`, which then runs the check.
@@ -493,15 +510,18 @@ class BucketReduction {
 
   void launch(std::size_t b) {
     if (buckets_->sparse(b) || buckets_->empty(b)) return;
-    buckets_->finish(b, weight_, !counts_);
-    note_launch(b);
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
     const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
-        comm_.size(), [&] { watch(b, works_[b].emplace(hook_.start(comm_, bucket))); },
+        comm_.size(),
+        [&] {
+          buckets_->finish(b, weight_, !counts_);
+          note_launch(b);
+          watch(b, works_[b].emplace(hook_.start(comm_, bucket)));
+        },
         [&] {
           abort_for_others(comm_, detail::formatted("the communication hook '{}' threw for bucket {} of {}: ",
                                                     hook_.name(), b + 1, buckets_->size()));
@@ -631,6 +651,7 @@ class BucketReduction {
   std::exception_ptr hook_error_;
   bool any_sparse_ = false;
   bool begun_ = false, counts_ = false, counts_in_bucket_ = false, failed_ = false, asks_usage_ = false;
+  bool knows_skipped_ = false;
 };
 
 }  // namespace lockstep::detail
