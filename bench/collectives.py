@@ -18,9 +18,8 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 import record
+from command import write_section
 from run import machine
-
-BEGIN, END = "<!-- collectives: begin -->", "<!-- collectives: end -->"
 
 
 def run(command):
@@ -87,17 +86,8 @@ def main():
         found = table(measure(config, ranks, given.rounds, given.largest), ranks)
         print("\n".join(found), flush=True)
         lines += ["", *found]
-    if not given.write:
-        return
-    with open(given.write) as file:
-        page = file.read()
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        sys.exit(f"{given.write} has no single pair of the lines {BEGIN} and {END}: nothing was written there")
-    text = page[:page.index(BEGIN)] + "\n".join([BEGIN, *lines, ""]) + page[page.index(END):]
-    with open(given.write + ".part", "w") as file:
-        file.write(text)
-    os.replace(given.write + ".part", given.write)
-    print(f"wrote {given.write}")
+    if given.write:
+        write_section(given.write, "collectives", lines)
 
 
 if __name__ == "__main__":

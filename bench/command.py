@@ -1,4 +1,6 @@
+import os
 import subprocess
+import sys
 
 
 def first_line(command):
@@ -8,3 +10,17 @@ def first_line(command):
     except OSError:
         return ""
     return done.stdout.split("\n")[0]
+
+
+def write_section(page, name, lines):
+    """Writes the lines between "<!-- NAME: begin -->" and "<!-- NAME: end -->" of a page."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    with open(page) as file:
+        text = file.read()
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"{page} has no single pair of the lines {begin} and {end}: nothing was written there")
+    text = text[:text.index(begin)] + "\n".join([begin, *lines, ""]) + text[text.index(end):]
+    with open(page + ".part", "w") as file:
+        file.write(text)
+    os.replace(page + ".part", page)
+    print(f"wrote {page}")

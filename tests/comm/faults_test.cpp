@@ -1,4 +1,6 @@
 // Ranks that fail while collectives are in flight: every process ends, with the right words.
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -6,6 +8,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "comm/random_calls.hpp"
@@ -129,6 +132,25 @@ TEST_CASE("the rank that hosts the store does not wait for a rank that dies whil
     CHECK(left);
   }
   for (auto& rank : ranks.all) rank->signal(SIGKILL);
+}
+
+TEST_CASE("where ranks cannot share memory, CpuComm uses Gloo and says why once, and ShmComm throws on all") {
+  for (const auto& [why, culprit] : std::vector<std::pair<std::string, int>>{{"limit", 0}, {"user", 2}}) {
+    if (why == "user" && geteuid() != 0) {
+      WARN("SKIPPED: only root can start a rank as another user");
+      continue;
+    }
+    Process process({test_program("comm_fault"), "unshared " + why, std::to_string(culprit), "--nproc", "3"},
+                    {{"OMP_NUM_THREADS", "1"}}, {});
+    REQUIRE(process.wait(Milliseconds(60000)));
+    CAPTURE(why, process.out(), process.error());
+    CHECK(process.exit_code() == 0);
+    CHECK(count(process.out(), "sum 3000\n") == 3);
+    CHECK(count(process.out(), "the ranks cannot share memory, and use Gloo: ") +
+              count(process.error(), "the ranks cannot share memory, and use Gloo: ") ==
+          1);
+    CHECK(count(process.out(), "ShmComm: ") == 3);
+  }
 }
 
 TEST_CASE("a late rank and the collective are named in a warning long before the timeout") {

@@ -1,6 +1,7 @@
 // A few collectives in order, then what the first argument names goes wrong on the rank of the second.
 #include <signal.h>
 #include <spawn.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -19,6 +20,7 @@
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
+#include "lockstep/comm/shm_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 #include "support/process.hpp"
@@ -110,7 +112,27 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
   return 0;
 }
 
+// Ranks that cannot share memory: a rank may write no large file, or is another user's.
+int run_unshared(const lockstep::World& world, const std::string& why, int culprit) {
+  if (world.rank() == culprit && why == "limit") {
+    const rlimit small{1 << 20, 1 << 20};
+    setrlimit(RLIMIT_FSIZE, &small);
+  }
+  if (world.rank() == culprit && why == "user" && setuid(65534) != 0) return 9;
+  lockstep::CpuComm comm{world};
+  auto tensor = at::ones({1000});
+  comm.all_reduce(tensor).synchronize();
+  std::cout << "sum " << tensor.sum().item<float>() << std::endl;
+  try {
+    lockstep::ShmComm by_name{world};
+  } catch (const lockstep::CommunicationError& error) {
+    std::cout << "ShmComm: " << error.what() << std::endl;
+  }
+  return 0;
+}
+
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
+  if (fault.starts_with("unshared ")) return run_unshared(world, fault.substr(9), culprit);
   if (fault.starts_with("calls of "))
     return run_calls(world, static_cast<unsigned>(std::stoul(fault.substr(9))), culprit);
   if (fault.starts_with("stopped ")) return run_stopped(world, fault.substr(8), culprit);
