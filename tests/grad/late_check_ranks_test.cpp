@@ -115,6 +115,21 @@ TEST_CASE("a backward that fails throws on its rank, and on the others at the en
   training.ddp.synchronize();
 }
 
+TEST_CASE("a backward that fails after its last gradient is found late, too", "[2+]") {
+  Training training;
+  training.good_steps(3);
+  training.net->zero_grad();
+  const auto input = batch_of(test_world().rank(), 50).requires_grad_();
+  const auto work = [&] {
+    training.ddp.backward(training.net(am_culprit() ? throwing(input) : input).pow(2).mean());
+  };
+  if (am_culprit())
+    CHECK_THROWS_AS(work(), Thrown);
+  else
+    work();
+  throws_late([&] { training.ddp.synchronize(); }, "thrown inside backward");
+}
+
 TEST_CASE("a first backward that fails is found at once, before the ranks order their buckets", "[2+]") {
   Training training;
   CHECK_FALSE(training.ddp.checks_late());
