@@ -21,6 +21,7 @@
 #include "lockstep/train/detail/state_dict-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"
+#include "lockstep/world/detail/world_state-inl.hpp"
 #if __has_include(<nlohmann/json.hpp>)
 #include "lockstep/train/detail/safetensors-inl.hpp"
 #endif

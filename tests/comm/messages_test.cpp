@@ -26,6 +26,7 @@ using lockstep::FailedCall;
 using lockstep::detail::Call;
 using lockstep::detail::ControlPlane;
 using lockstep::detail::GroupStatus;
+using lockstep::detail::lateness;
 using lockstep::detail::text_of;
 using namespace std::chrono_literals;
 
@@ -42,17 +43,17 @@ TEST_CASE("lateness names the late ranks and where they were") {
   const Call call{"all_reduce", 57, {}, 0, {}};
   const std::vector<int> ranks{0, 1, 2, 3};
   const FailedCall here = at(57, "all_reduce");
-  CHECK(lateness(call, {{1, at(56, "all_reduce")}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, at(56, "all_reduce")}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
         "rank 1 has not entered all_reduce #57 after 6 s; last at all_reduce #56");
   CHECK(
-      lateness(call, {{1, at(56, "all_reduce")}, {2, at(0, "")}, {3, here}}, ranks, 0, "6 s") ==
+      lateness(call.failed(), {{1, at(56, "all_reduce")}, {2, at(0, "")}, {3, here}}, ranks, 0, "6 s") ==
       "ranks 1 and 2 have not entered all_reduce #57 after 6 s; last at all_reduce #56; rank 2 at the start");
-  CHECK(lateness(call, {{1, here}, {3, here}}, ranks, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, here}, {3, here}}, ranks, 0, "6 s") ==
         "rank 2 has not reported a position after 6 s of all_reduce #57: dead, stopped or cut off");
-  CHECK(lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
         "all_reduce #57 is not complete after 6 s although every rank has entered it: the network or a rank "
         "is too slow");
-  CHECK(lateness(call, {{1, here}, {2, at(57, "barrier")}, {3, here}}, ranks, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, here}, {2, at(57, "barrier")}, {3, here}}, ranks, 0, "6 s") ==
         "all_reduce #57 is not complete after 6 s: rank 2 called barrier instead");
 }
 
@@ -70,19 +71,19 @@ TEST_CASE("errors name the public calls of the ranks") {
     CHECK(served_call.name == nullptr);
   }
   const Call call = collective("all_reduce");
-  CHECK(lateness(call, {{1, at(56, "all_reduce", "Trainer::fit", "evaluate")}}, {0, 1}, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, at(56, "all_reduce", "Trainer::fit", "evaluate")}}, {0, 1}, 0, "6 s") ==
         "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; last at all_reduce #56 of "
         "Trainer::fit (evaluate); every rank must call Trainer::fit");
-  CHECK(lateness(call, {{1, at(57, "barrier", "evaluate")}}, {0, 1}, 0, "6 s") ==
+  CHECK(lateness(call.failed(), {{1, at(57, "barrier", "evaluate")}}, {0, 1}, 0, "6 s") ==
         "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in Trainer::fit, rank 1 in "
         "evaluate; call both on every rank, and equally often");
-  CHECK(lateness(call, {{1, at(0, "nothing")}}, {0, 1}, 0, "6 s",
+  CHECK(lateness(call.failed(), {{1, at(0, "nothing")}}, {0, 1}, 0, "6 s",
                  {{1, {"lockstep/comm/1", at(3, "barrier", "Trainer::evaluate", "agree")}}}) ==
         "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; at the start; every rank must call "
         "Trainer::fit. Rank 1 has entered barrier #3 of Trainer::evaluate (agree) in the communicator "
         "'lockstep/comm/1', and rank 0 has not: every rank must make the calls of all communicators in the "
         "same order");
-  CHECK(lateness(call, {{0, at(57, "barrier")}}, {0, 1}, 1, "6 s") ==
+  CHECK(lateness(call.failed(), {{0, at(57, "barrier")}}, {0, 1}, 1, "6 s") ==
         "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in a call of barrier, rank 1 in "
         "Trainer::fit; call both on every rank, and equally often");
 
@@ -104,7 +105,7 @@ TEST_CASE("ranks in several calls are listed by call") {
 
 TEST_CASE("lateness of a message names its peer alone") {
   const Call call{"recv", 0, 1, 5, {}};
-  CHECK(lateness(call, {{7, at(3, "broadcast")}}, {0, 7, 9}, 0, "250 ms") ==
+  CHECK(lateness(call.failed(), {{7, at(3, "broadcast")}}, {0, 7, 9}, 0, "250 ms") ==
         "recv from rank 1 (tag 5) is not complete after 250 ms: rank 7 is last at broadcast #3");
 }
 

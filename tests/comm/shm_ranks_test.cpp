@@ -80,13 +80,6 @@ void check_bits(const std::vector<std::int64_t>& counts, const std::vector<at::S
               backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
             });
         if (rank == root) CHECK(same_bits(reduced, own_reduced));
-        // Not every LibTorch has a reduce-scatter over Gloo: it is the slice of an all-reduce.
-        at::Tensor whole = drawn(count * ranks, type), part = at::empty({count}, type);
-        std::vector<at::Tensor> all{whole.clone()};
-        gloo->allreduce(all, {.reduceOp = op})->wait();
-        lockstep::detail::reduce_scatter_single(*shm, part, whole, c10d::ReduceScatterOptions{.reduceOp = op})
-            ->wait();
-        CHECK(same_bits(all[0].narrow(0, rank * count, count), part));
       }
 }
 
@@ -149,32 +142,16 @@ TEST_CASE("collectives that move bytes") {
     std::vector<at::Tensor> tensors{own.clone()};
     shm->broadcast(tensors, {.rootRank = ranks - 1})->wait();
     CHECK(at::equal(tensors[0], of(ranks - 1)));
-    std::vector<std::vector<at::Tensor>> lists(1), to_root(1);
+    std::vector<std::vector<at::Tensor>> lists(1);
     for (int i = 0; i < ranks; ++i) lists[0].push_back(at::empty({count}, at::kInt));
     std::vector<at::Tensor> input{own};
     shm->allgather(lists, input)->wait();
-    if (rank == 0)
-      for (int i = 0; i < ranks; ++i) to_root[0].push_back(at::empty({count}, at::kInt));
-    shm->gather(to_root, input, {.rootRank = 0})->wait();
-    for (int i = 0; i < ranks; ++i) {
-      CHECK(at::equal(lists[0][static_cast<std::size_t>(i)], of(i)));
-      if (rank == 0) CHECK(at::equal(to_root[0][static_cast<std::size_t>(i)], of(i)));
-    }
-    std::vector<at::Tensor> part{at::empty({count}, at::kInt)};
-    shm->scatter(part, to_root, {.rootRank = 0})->wait();
-    CHECK(at::equal(part[0], own));
+    for (int i = 0; i < ranks; ++i) CHECK(at::equal(lists[0][static_cast<std::size_t>(i)], of(i)));
     at::Tensor rows = own.repeat({ranks}), received = at::empty_like(rows);
     lockstep::detail::all_to_all_single(*shm, received, rows)->wait();
     for (int i = 0; i < ranks; ++i) CHECK(at::equal(received.view({ranks, -1})[i], of(i)));
   }
   shm->barrier()->wait();
-}
-
-TEST_CASE("an average is the sum divided by the number of ranks") {
-  const auto shm = shm_backend();
-  std::vector<at::Tensor> tensors{at::full({5}, test_world().rank() + 1.0)};
-  shm->allreduce(tensors, {.reduceOp = Op::AVG})->wait();
-  CHECK(tensors[0][4].item<double>() == (test_world().size() + 1) / 2.0);
 }
 
 TEST_CASE("more than the memory holds is in flight, and a large message, in any order") {

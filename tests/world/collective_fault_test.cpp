@@ -101,13 +101,26 @@ TEST_CASE("without launch, ranks that leave by a destructor log that they have m
     CHECK(count(ranks[rank].error(), "rank 0 has left after broadcast #2, and rank ") == 1);
 }
 
+TEST_CASE(
+    "without launch, ranks that leave by a destructor log that they have made other calls, equally many") {
+  Together ranks({program, "level one leaves unlike"}, 2);
+  CHECK(ranks.wait(30s) == std::vector<int>(2, 0));
+  INFO(ranks[0].error() << ranks[1].error());
+  CHECK(count(ranks[0].error() + ranks[1].error(), "different calls") +
+            count(ranks[0].error() + ranks[1].error(), "the ranks disagree on collective #") >=
+        1);
+}
+
 TEST_CASE("calls that differ just before std::exit(0) end the run with exit code 1") {
   for (const int nproc : {2, 3}) {
-    auto ranks = start({program, "exits differently", "--nproc", std::to_string(nproc)});
-    CHECK(ranks.wait(30s));
-    INFO(ranks.out() << ranks.error());
-    CHECK(ranks.exit_code() == 1);
-    CHECK(reported(ranks.error()).failure.kind == FailureKind::mismatch);
+    auto launched = start({program, "exits differently", "--nproc", std::to_string(nproc)});
+    CHECK(launched.wait(30s));
+    INFO(launched.out() << launched.error());
+    CHECK(launched.exit_code() == 1);
+    CHECK(reported(launched.error()).failure.kind == FailureKind::mismatch);
+    Together ranks({program, "exits differently"}, nproc);  // rank 0 hosts the store
+    CHECK(ranks.wait(30s)[0] == 1);
+    CHECK(reported(ranks[0].error()).failure.kind == FailureKind::mismatch);
   }
 }
 

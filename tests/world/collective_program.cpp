@@ -216,6 +216,14 @@ int main(int argc, char** argv) {
       if (ends) std::this_thread::sleep_for(1s);  // the others wait by then: rank 0 hosts the store
       if (ends && mode.ends_with("dies")) std::abort();
       if (ends) throw lockstep::DataError("a bad file");
+      if (mode.ends_with("unlike")) {
+        lockstep::GlooComm comm{world};
+        auto one = torch::ones({4});
+        comm.all_reduce(one, world.rank() == 1 ? lockstep::ReduceOp::max : lockstep::ReduceOp::sum)
+            .synchronize();
+        if (world.rank() > 0) std::this_thread::sleep_for(1s);
+        return 0;
+      }
       lockstep::CpuComm comm{world};
       comm.barrier();
       if (mode.ends_with("uneven") && world.rank() == 0) static_cast<void>(comm.broadcast(at::ones({4}), 0));

@@ -105,7 +105,7 @@ void check_movements(MpiComm& comm) {
   comm.barrier();
 }
 
-// What c10d's Backend has and ProcessGroupComm does not use, in pieces of 64 bytes.
+// The operations of the backend in pieces of 64 bytes.
 void check_backend(const World& world, MPI_Comm comm) {
   using namespace lockstep::detail;
   const int rank = world.rank(), size = world.size(), last = size - 1;
@@ -113,31 +113,19 @@ void check_backend(const World& world, MPI_Comm comm) {
       c10::make_intrusive<MpiBackend>(duplicate(comm, std::chrono::seconds(60)), rank, size, 64);
   const auto wait = [](const MpiBackend::WorkPtr& work) { work->wait(); };
   const auto row = [&](int of) { return at::arange(50).add(100 * of); };
-  Tensors own{row(rank)}, rows(static_cast<std::size_t>(size)), one{at::empty({50}, at::kLong)};
+  Tensors own{row(rank)}, rows(static_cast<std::size_t>(size));
   at::Tensor all = at::empty({size, 50}, at::kLong), sum = at::arange(50) * size + 100 * (size * last / 2);
   Tensors all_rows;
   for (int of = 0; of < size; ++of) all_rows.push_back(row(of));
-  const auto fresh = [&] {
-    for (at::Tensor& each : rows) each = at::zeros({50}, at::kLong);
-    return std::vector<Tensors>{rows};
-  };
-  auto lists = fresh();
+  for (at::Tensor& each : rows) each = at::zeros({50}, at::kLong);
+  std::vector<Tensors> lists{rows};
   wait(backend->allgather(lists, own));
   check_equal(at::stack(rows), at::stack(all_rows), "pieces of allgather");
   wait(backend->_allgather_base(all, own[0]));
   check_equal(all, at::stack(all_rows), "pieces of _allgather_base");
-  lists = rank == last ? fresh() : std::vector<Tensors>{};
-  wait(backend->gather(lists, own, {.rootRank = last}));
-  if (rank == last) check_equal(at::stack(rows), at::stack(all_rows), "pieces of gather");
-  lists = rank == last ? std::vector<Tensors>{all_rows} : std::vector<Tensors>{};
-  wait(backend->scatter(one, lists, {.rootRank = last}));
-  check_equal(one[0], row(rank), "pieces of scatter");
-  lists = {Tensors(static_cast<std::size_t>(size), row(rank))};
-  wait(backend->reduce_scatter(one, lists, {}));
-  check_equal(one[0], sum, "pieces of reduce_scatter");
-  Tensors to = fresh()[0];
-  wait(backend->alltoall(to, lists[0], {}));
-  check_equal(at::stack(to), at::stack(all_rows), "pieces of alltoall");
+  at::Tensor repeated = row(rank).repeat({size}), received_rows = at::empty_like(repeated);
+  all_to_all_single(*backend, received_rows, repeated)->wait();
+  check_equal(received_rows.view({size, -1}), at::stack(all_rows), "pieces of an all-to-all");
   Tensors reduced{row(rank)};
   wait(backend->allreduce(reduced, {}));
   check_equal(reduced[0], sum, "pieces of allreduce");

@@ -303,16 +303,24 @@ class BackendGroup final : public Group {
     CallWatch(*this, call).await_departures();
   }
   /// Leaves the group without waiting for another rank: works in flight are completed on a thread that may be left behind,
-  /// and that the end of `launch` awaits. Logs that the ranks have made different calls if nobody else says so.
+  /// and that the end of `launch` awaits. A backend that only the program's threads may call is shut down. Logs once that the
+  /// ranks have made different calls, if nobody else says so.
   void leave() noexcept try {
     if (closed() || failed()) return;
+    if (auto* own = dynamic_cast<HostBackend*>(backend_.get()); own && !own->ends_alone()) return shutdown();
+    const auto mover = std::make_shared<std::jthread>(ShmEngine::mover());
     depart();
     auto finishing = finish_works();
-    if (!finishing->ends_within(last_wait)) state_of(world()).leave_behind(std::move(finishing));
+    const auto until = Clock::now() + timeout() + backend_slack;
+    if (!finishing->ends_within(last_wait))
+      state_of(world()).leave_behind(std::move(finishing), [mover, plane = plane(), name = name(), until] {
+        return (plane && plane->ended(name)) || Clock::now() >= until;
+      });
     if (!plane() || ending_rank.load()) return;
-    if (const auto failure = plane()->different_ends(status()))
+    static std::atomic_flag told;
+    if (const auto failure = plane()->different_ends(status(), false); failure && !told.test_and_set())
       world().log.all().error("{}", failure->message);
-  } catch (const std::exception&) {  // there is no memory or no thread
+  } catch (const std::exception&) {  // there is no memory or no thread, or the shutdown has failed
   }
 
  private:

@@ -25,60 +25,6 @@
 
 namespace lockstep::detail {
 
-/// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
-/// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
-/// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
-inline std::string lateness(const Call& call, const std::map<int, FailedCall>& positions,
-                            const std::vector<int>& ranks, int own_rank, const std::string& waited,
-                            const std::map<int, RankPosition>& elsewhere = {}) {
-  const auto last = [](const FailedCall& position) {
-    return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
-  };
-  const auto have = [](const std::vector<int>& some) {
-    return listed_ranks(some) + (some.size() == 1 ? " has" : " have");
-  };
-  const FailedCall own = call.failed();
-  const std::string incomplete = formatted("{} is not complete after {}", call.text(), waited);
-  std::vector<int> late, silent;
-  std::string where, other_place;
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const int rank = ranks[i];
-    if (rank == own_rank || (call.peer && static_cast<int>(i) != call.peer)) continue;
-    const auto found = positions.find(rank);
-    if (found == positions.end()) {
-      silent.push_back(rank);
-      continue;
-    }
-    const FailedCall& there = found->second;
-    if (call.peer) return formatted("{}: rank {} is {}", incomplete, rank, last(there));
-    const bool other_call = there.operation != own.operation ||
-                            (!own.served.empty() && !there.served.empty() && own.served != there.served);
-    if (there.sequence == call.sequence && other_call) {
-      const std::string calls = different_calls(own_rank, own, rank, there);
-      return incomplete + ": " +
-             (calls.empty() ? formatted("rank {} called {} instead", rank, there.operation) : calls);
-    }
-    if (there.sequence >= call.sequence) continue;
-    late.push_back(rank);
-    where += formatted("; {}{}", late.size() > 1 ? formatted("rank {} ", rank) : "", last(there));
-    if (const auto other = elsewhere.find(rank); other_place.empty() && other != elsewhere.end())
-      other_place = formatted(
-          ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank "
-          "must make the calls of all communicators in the same order",
-          rank, text_of(other->second.position), other->second.group, own_rank);
-  }
-  std::string text;
-  if (!late.empty()) text = formatted("{} not entered {} after {}{}", have(late), call.text(), waited, where);
-  if (!late.empty() && call.served.name) text += formatted("; every rank must call {}", call.served.name);
-  text += other_place;
-  if (!silent.empty())
-    text += formatted("{}{} not reported a position after {} of {}: dead, stopped or cut off",
-                      text.empty() ? "" : ". ", have(silent), waited, call.text());
-  return !text.empty()
-             ? text
-             : incomplete + " although every rank has entered it: the network or a rank is too slow";
-}
-
 /// What a thread learns of the other ranks while it waits for one call: failures, as they are published, and which
 /// ranks are late. Not thread-safe.
 ///
@@ -181,7 +127,7 @@ class CallWatch {
             staying);
       std::this_thread::sleep_for(pause);
     }
-    if (const auto failure = plane->different_ends(group_.status()))
+    if (const auto failure = plane->different_ends(group_.status(), true))
       std::rethrow_exception(group_.peer_error(*failure, call_));
   }
 
@@ -266,8 +212,9 @@ class CallWatch {
   [[nodiscard]] std::string lateness_of(Milliseconds waited, const Answers& answers) const {
     if (!answers.store_answers) return group_.silence(call_, waited);
     auto positions = answers.positions;
-    for (const auto& [rank, last] : answers.left) positions[rank] = last;
-    return lateness(call_, positions, group_.ranks(), group_.world().rank(), duration_text(waited),
+    for (const auto& [rank, last] : answers.left)
+      if (!last.operation.empty()) positions[rank] = last;
+    return lateness(call_.failed(), positions, group_.ranks(), group_.world().rank(), duration_text(waited),
                     answers.elsewhere);
   }
 

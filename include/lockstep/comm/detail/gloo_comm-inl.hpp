@@ -99,7 +99,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
         socklen_t length = sizeof info;
         getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length);
         ioctl(fd, FIONREAD, &unread);
-        if (sends || unread > 0 || info.tcpi_last_data_recv < quiet_ms) moving = true;
+        if (sends || unread > 0 || info.tcpi_last_data_recv < quiet_transfer.count()) moving = true;
       });
       if (moving) std::this_thread::sleep_for(abort_pause);
     }
@@ -107,9 +107,6 @@ class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
   }
 
  private:
-  static constexpr std::uint32_t quiet_ms = 20;
-  static constexpr std::chrono::milliseconds most_transfer{300};
-
   // Calls `use(fd, sends)` for each connection. `sends`: Gloo has bytes for it that the kernel has not taken.
   // The listener is left out: Gloo's thread would end the process if that failed.
   template <class Use>

@@ -270,6 +270,7 @@ class Group {
     if (error_) return false;
     error_ = std::move(error);
     failed_.store(true, std::memory_order_release);
+    status_->failed = true;
     return true;
   }
   // Tells the other ranks that this rank has aborted the group. They throw PeerError in its calls, and go on with other

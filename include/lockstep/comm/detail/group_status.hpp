@@ -110,8 +110,7 @@ class GroupStatus : public ReportedGroup {
     return sequence;
   }
 
-  /// Returns the number of the last collective and the hash of all.
-  [[nodiscard]] std::pair<std::uint64_t, std::uint64_t> mark() const {
+  [[nodiscard]] CallMark mark() const override {
     const std::lock_guard lock(mutex_);
     return {sequence_, hash_};
   }

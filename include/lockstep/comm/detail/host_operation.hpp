@@ -33,10 +33,7 @@ struct HostOperation {
     all_reduce,
     reduce,
     all_gather,
-    gather,
-    scatter,
     all_to_all,
-    reduce_scatter,
     send,
     receive
   };

@@ -27,11 +27,11 @@ namespace lockstep::detail {
 enum Reduction : std::size_t { adds, multiplies, takes_least, takes_greatest, reductions };
 
 /// Returns how lockstep's backends reduce `type` for `op`, std::nullopt for an operation that they refuse. A sum of bool is
-/// a logical or (Gloo adds the bytes), and its product a logical and. An average is a sum that is divided afterwards.
+/// a logical or (Gloo adds the bytes), and its product a logical and.
 inline std::optional<Reduction> reduction_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
   using Op = c10d::ReduceOp;
   const bool logical = type == at::kBool;
-  if (op == Op::SUM || (op == Op::AVG && at::isFloatingType(type))) return logical ? takes_greatest : adds;
+  if (op == Op::SUM) return logical ? takes_greatest : adds;
   if (op == Op::PRODUCT) return logical ? takes_least : multiplies;
   if (op == Op::MIN) return takes_least;
   return op == Op::MAX ? std::optional(takes_greatest) : std::nullopt;
@@ -94,6 +94,9 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   using c10d::Backend::Backend;
+  /// Returns whether operations may be completed by another thread than the program's.
+  [[nodiscard]] virtual bool ends_alone() const { return true; }
+
   WorkPtr barrier(const c10d::BarrierOptions&) override { return run(Kind::barrier, {}, {}); }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return run(Kind::broadcast, one(tensors), tensors[0], options.rootRank);
@@ -111,34 +114,6 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
     check_rows(output, input);
     return run(Kind::all_gather, input, output);
-  }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                 const c10d::GatherOptions& options) override {
-    const auto start = [&](const at::Tensor& output) {
-      return run(Kind::gather, one(inputs), output, options.rootRank);
-    };
-    return options.rootRank == getRank() ? into_list(outputs.at(0), one(inputs), start) : start({});
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                  const c10d::ScatterOptions& options) override {
-    const bool sends = options.rootRank == getRank();
-    const at::Tensor input = sends ? joined_rows(inputs.at(0), one(outputs)) : at::Tensor();
-    return run(Kind::scatter, input, one(outputs), options.rootRank);
-  }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                         const c10d::ReduceScatterOptions& options) override {
-    const at::Tensor input = joined_rows(inputs.at(0), one(outputs));
-    return run(Kind::reduce_scatter, input, outputs[0], 0, options.reduceOp);
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
-    check_rows(input, output);
-    return run(Kind::reduce_scatter, input, output, 0, options.reduceOp);
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    const at::Tensor input = joined_rows(inputs, inputs.at(0));
-    return into_list(outputs, inputs[0],
-                     [&](const at::Tensor& output) { return run(Kind::all_to_all, input, output); });
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
                         std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
@@ -194,14 +169,6 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
       TORCH_CHECK(tensor.scalar_type() == row.scalar_type() && tensor.numel() == row.numel(),
                   "the tensors must have one dtype and one size");
   }
-  /// Returns the tensors, one for each rank and each like `row`, as one.
-  [[nodiscard]] at::Tensor joined_rows(const Tensors& tensors, const at::Tensor& row) const {
-    check_list(tensors, row);
-    const at::NoGradGuard no_grad;
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
-    return at::cat(flat);
-  }
   /// Launches an operation by `start(rows)` whose output is a list of tensors, one for each rank: in place if they are
   /// contiguous, one after the other.
   template <class Start>
@@ -231,16 +198,9 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
     for (const at::Tensor* tensor : {&input, &output})
       TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()), getBackendName(),
                   " moves dense and contiguous tensors on the CPU");
-    const bool has_rows = kind == Kind::scatter || kind == Kind::all_to_all || kind == Kind::reduce_scatter;
-    const std::size_t rows = has_rows ? static_cast<std::size_t>(getSize()) : 1;
+    const std::size_t rows = kind == Kind::all_to_all ? static_cast<std::size_t>(getSize()) : 1;
     const std::size_t row = input.defined() ? input.nbytes() / rows : output.defined() ? output.nbytes() : 0;
-    WorkPtr work = launch({kind, input, output, static_cast<int>(root), tag, op, rows, row});
-    if (op == c10d::ReduceOp::AVG && (kind != Kind::reduce || root == getRank()))
-      static_cast<HostWork&>(*work).at_end([output, ranks = getSize()](bool failed) {
-        const at::NoGradGuard no_grad;
-        if (!failed) output.detach().div_(ranks);
-      });
-    return work;
+    return launch({kind, input, output, static_cast<int>(root), tag, op, rows, row});
   }
 };
 

@@ -413,6 +413,7 @@ class MpiBackend final : public HostBackend {
   ~MpiBackend() override { engine_.end_all(*communicator_, false); }
 
   const std::string getBackendName() const override { return "mpi"; }
+  [[nodiscard]] bool ends_alone() const override { return false; }  // MPI_Finalize may come at once
   void abort() override { engine_.end_all(*communicator_, true); }
   void drain(std::chrono::steady_clock::time_point until) override {
     engine_.wait(until, [this] { return communicator_->collectives.load() == 0; });
@@ -441,15 +442,10 @@ class MpiBackend final : public HostBackend {
       case Kind::all_reduce:
         return MPI_Iallreduce(MPI_IN_PLACE, out, count, type, op, comm, request);
       case Kind::reduce:
-      case Kind::reduce_scatter:
         return MPI_Ireduce(receives && in == out ? MPI_IN_PLACE : in, receives ? out : nullptr, count, type,
                            op, call.root, comm, request);
       case Kind::all_gather:
         return MPI_Iallgather(in, count, MPI_BYTE, out, row_count, row_type, comm, request);
-      case Kind::gather:
-        return MPI_Igather(in, count, MPI_BYTE, out, row_count, row_type, call.root, comm, request);
-      case Kind::scatter:
-        return MPI_Iscatter(in, row_count, row_type, out, count, MPI_BYTE, call.root, comm, request);
       case Kind::all_to_all:
         return MPI_Ialltoall(in, row_count, row_type, out, row_count, row_type, comm, request);
       case Kind::send:
@@ -471,19 +467,6 @@ class MpiBackend final : public HostBackend {
   }
 
   WorkPtr launch(const Call& call) override {
-    if (call.kind != Kind::reduce_scatter) return launch_pieces(call);
-    WorkPtr own;
-    Call part = call;
-    for (part.root = 0; part.root < getSize(); ++part.root) {  // a reduction to each rank
-      const bool receives = part.root == getRank();
-      part.input = call.input.view({getSize(), -1})[part.root];
-      part.output = receives ? call.output : at::Tensor();
-      const WorkPtr work = launch_pieces(part);
-      if (receives) own = work;
-    }
-    return own;
-  }
-  WorkPtr launch_pieces(const Call& call) {
     const bool reduces = call.op.has_value(), in_place = reduces || call.kind == Kind::broadcast;
     const auto how =
         reduces ? engine_.arithmetic(call.input.scalar_type(), *call.op) : MpiEngine::Arithmetic{};
@@ -500,8 +483,7 @@ class MpiBackend final : public HostBackend {
     operation->kind = call.kind;
     operation->communicator = communicator_;
     operation->tensors = std::pair(input, call.output);
-    const bool of_rows =
-        call.kind == Kind::all_gather || call.kind == Kind::gather || (call.rows > 1 && !reduces);
+    const bool of_rows = call.kind == Kind::all_gather || call.kind == Kind::all_to_all;
     const std::size_t element = reduces ? call.input.element_size() : 1, size = call.row / element;
     const std::size_t copies = of_rows ? static_cast<std::size_t>(getSize()) : 1;
     const std::size_t most = std::max<std::size_t>(1, piece_bytes_ / (element * copies));

@@ -294,8 +294,7 @@ class ShmEngine {
   }
   [[nodiscard]] bool has_input(const ShmOperation& operation) const {
     if (operation.kind == Kind::barrier) return false;
-    const bool from_root = operation.kind == Kind::broadcast || operation.kind == Kind::scatter;
-    return !from_root || operation.root == rank_;
+    return operation.kind != Kind::broadcast || operation.root == rank_;
   }
 
   // Returns a block of this rank, `blocks` if not more than `kept` are free.
@@ -381,14 +380,8 @@ class ShmEngine {
     char* const to = operation.output == nullptr ? nullptr : operation.output + begin;
     switch (operation.kind) {
       case Kind::broadcast:
-        if (rank_ == operation.root) break;
-        [[fallthrough]];
-      case Kind::scatter:
-        std::memcpy(to, from(operation.root), size);
+        if (rank_ != operation.root) std::memcpy(to, from(operation.root), size);
         break;
-      case Kind::gather:
-        if (rank_ != operation.root) break;
-        [[fallthrough]];
       case Kind::all_gather:
       case Kind::all_to_all:
         for (int rank = 0; rank < ranks_; ++rank)
@@ -397,7 +390,6 @@ class ShmEngine {
       case Kind::reduce:
         if (rank_ != operation.root) break;
         [[fallthrough]];
-      case Kind::reduce_scatter:
       case Kind::all_reduce:
         if (operation.kind != Kind::all_reduce || ranks_ <= 2 || size <= own_result)
           sum(operation, row * operation.row + begin, size, from, to);

@@ -39,6 +39,7 @@
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/poison_check.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/world/detail/timeouts.hpp"
 
 namespace lockstep::detail {
 
@@ -309,7 +310,7 @@ class BucketReduction {
   /// unless the usage exchange reports it; then `hook_error` returns it.
   bool wait(const std::exception_ptr& failure, std::size_t iteration, LateNanCheck* late) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed longer.
-    const auto deadline = Clock::now() + std::chrono::seconds(2);
+    const auto deadline = Clock::now() + throw_together;
     const auto finish = [&](auto& work) {
       if (failure)
         work.synchronize(std::max(std::chrono::milliseconds(0),

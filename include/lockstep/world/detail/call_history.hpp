@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -64,12 +65,22 @@ template <>
 inline constexpr auto fields_of<CallMarks> =
     std::tuple{&CallMarks::group, &CallMarks::ranks, &CallMarks::marks};
 
+/// The last collective of a rank in a communicator.
+struct RankPosition {
+  std::string group = {};
+  FailedCall position = {};
+};
+template <>
+inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::position};
+
 /// A communicator of this process, as it is reported to the store. Thread-safe.
 struct ReportedGroup {
   ReportedGroup(std::string name, std::vector<int> ranks) : name(std::move(name)), ranks(std::move(ranks)) {}
   virtual ~ReportedGroup() = default;
   /// Returns the last collective; without one, a call without a number.
   [[nodiscard]] virtual FailedCall position() const = 0;
+  /// Returns the number of the last collective and the hash of all.
+  [[nodiscard]] virtual CallMark mark() const = 0;
   /// Returns the last collectives, in their order.
   [[nodiscard]] virtual std::vector<RecordedCall> last_calls() const = 0;
   /// Returns the marks that the store compares, if there are new ones.
@@ -79,6 +90,7 @@ struct ReportedGroup {
 
   const std::string name;
   const std::vector<int> ranks;  // global, by rank in the group
+  std::atomic<bool> failed{false};
 };
 
 /// Two ranks whose collectives up to number `sequence` differ.
@@ -107,6 +119,7 @@ class CallComparison {
   /// Adds a rank that has left the communicator after the collective `last`. Returns a rank that has left before it with
   /// another number of collectives, and its last one.
   std::optional<std::pair<int, FailedCall>> leave(int rank, const FailedCall& last) {
+    if (left_.contains(rank)) return std::nullopt;
     auto before = left_before(~std::uint64_t{0});
     left_.emplace(rank, last);
     if (!fewest_ || last.sequence < left_.at(*fewest_).sequence) fewest_ = rank;

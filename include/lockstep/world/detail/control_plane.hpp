@@ -151,33 +151,34 @@ class ControlPlane {
     if (!until && connection_->hosts_store()) until = Clock::now() + last_request_timeout;
     try {
       report();
-      const Event event{
-          .kind = Event::departed, .rank = rank_, .group = group.name, .position = group.position()};
+      const Event event{.kind = Event::departed,
+                        .rank = rank_,
+                        .group = group.name,
+                        .position = group.position(),
+                        .hash = group.mark().hash};
       until ? static_cast<void>(client(*until).publish(event)) : publish(event);
       return true;
     } catch (const std::exception&) {  // another rank has failed, or the store is gone
       return until && Clock::now() < *until;
     }
   }
-  /// Returns the failure of ranks whose calls in a group that this one has left differ, as far as it is known here: the
-  /// process that hosts the store knows of all that have left before it, another one of the host.
-  [[nodiscard]] std::optional<Failure> different_ends(const ReportedGroup& group) const {
+  /// Returns the failure of ranks whose calls differ, once this one has left a group: as the store knows it, or where that is
+  /// gone the ranks that have left before. Waits for the calls that differ if it `waits`.
+  [[nodiscard]] std::optional<Failure> different_ends(const ReportedGroup& group, bool waits) const {
     std::optional<Failure> found = failure();
-    if (!found && connection_->hosts_store()) try {
+    if (!found) try {
         const RunSummary run = client(Clock::now() + answer_timeout).summary();
-        found = run.disputed ? await_failure(mismatch_timeout) : run.failure;
+        found = run.failure ? run.failure : run.dispute;
+        if (run.dispute && waits) found = await_failure(mismatch_timeout);
       } catch (const StoreError&) {
       }
     const std::lock_guard lock(mutex_);
-    const FailedCall own = group.position();
-    if (const auto gone = view_.departed.find(group.name); !found && gone != view_.departed.end())
-      for (const auto& [rank, last] : gone->second)
-        if (last.sequence != own.sequence) found = left_unequally(rank_, own, rank, last);
+    if (!found) found = view_.different_end(group.name, group.position(), group.mark().hash);
     return found && found->kind == FailureKind::mismatch ? found : std::nullopt;
   }
   /// Returns which of the other ranks have neither left a group nor ended.
   [[nodiscard]] std::vector<int> staying(const ReportedGroup& group, Clock::time_point until) const try {
-    const auto reports = client(until).reports(group.name, group.ranks);
+    const auto reports = client(until).reports(group.name, group.ranks, /*asks=*/false);
     std::vector<int> staying;
     for (std::size_t i = 0; i < std::min(reports.size(), group.ranks.size()); ++i)
       if (group.ranks[i] != rank_ && !reports[i].left && !reports[i].exit_code)
@@ -240,7 +241,7 @@ class ControlPlane {
       std::lock_guard lock(mutex_);
       for (const auto& group : groups_) {
         if (last) group->leave();
-        positions.push_back({group->name, group->position()});
+        if (!last || !group->failed) positions.push_back({group->name, group->position()});
         if (auto found = group->new_marks()) marks.push_back(std::move(*found));
       }
     }

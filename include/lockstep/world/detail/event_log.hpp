@@ -25,20 +25,12 @@
 /// argument.
 namespace lockstep::detail {
 
-/// The last collective of a rank in a communicator.
-struct RankPosition {
-  std::string group = {};
-  FailedCall position = {};
-};
-template <>
-inline constexpr auto fields_of<RankPosition> = std::tuple{&RankPosition::group, &RankPosition::position};
-
 /// What happens in a run. The store takes events in one order, and sends those to every rank that it must know.
 struct Event {
   enum Kind : std::uint8_t {
-    failed,     ///< a rank has failed: `failure`; of these the ranks are sent the first
-    aborted,    ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
-    departed,   ///< a rank has left `group` after its collective `position`
+    failed,   ///< a rank has failed: `failure`; of these the ranks are sent the first
+    aborted,  ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
+    departed,  ///< a rank has left `group` after its collective `position`, with the hash of all, 0 if it is unknown
     refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
     ended  ///< a rank has ended with exit code `failure.code`, in communicators at `last`; it is not sent on
@@ -47,14 +39,15 @@ struct Event {
   int rank = -1;
   std::string group = {};
   FailedCall position = {};
+  std::uint64_t hash = 0;
   Failure failure = {};
   std::vector<RankPosition> last = {};
 };
 template <>
 inline constexpr Event::Kind last_of<Event::Kind> = Event::ended;
 template <>
-inline constexpr auto fields_of<Event> =
-    std::tuple{&Event::kind, &Event::rank, &Event::group, &Event::position, &Event::failure, &Event::last};
+inline constexpr auto fields_of<Event> = std::tuple{
+    &Event::kind, &Event::rank, &Event::group, &Event::position, &Event::hash, &Event::failure, &Event::last};
 
 /// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
 /// since the first one has become known. A rank that dies makes other ranks fail, and their reports may arrive before its
@@ -112,7 +105,7 @@ inline constexpr auto fields_of<Meeting> =
 /// What the store knows of a run.
 struct RunSummary {
   std::optional<Failure> failure{};  // the first
-  bool disputed = false;             // calls differ, and two ranks are asked which
+  std::optional<Failure> dispute{};  // calls differ, and two ranks are asked which
   std::size_t ended = 0;             // how many ranks have ended
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
@@ -120,8 +113,8 @@ struct RunSummary {
 };
 template <>
 inline constexpr auto fields_of<RunSummary> =
-    std::tuple{&RunSummary::failure, &RunSummary::disputed, &RunSummary::ended,
-               &RunSummary::quiet,   &RunSummary::hints,    &RunSummary::meeting};
+    std::tuple{&RunSummary::failure, &RunSummary::dispute, &RunSummary::ended,
+               &RunSummary::quiet,   &RunSummary::hints,   &RunSummary::meeting};
 
 /// The reason of a rank whose stack an exception unwinds, past a communicator.
 inline const std::string by_exception = "an exception, which its own output names, has ended it";
@@ -135,19 +128,21 @@ struct KnownFailure : Failure {
 struct RankView {
   int rank = -1;
   std::optional<KnownFailure> failure = {};
-  std::map<std::string, std::map<int, FailedCall>> departed =
+  /// A last collective, and the hash of all, 0 if it is unknown.
+  using Departure = std::pair<FailedCall, std::uint64_t>;
+  std::map<std::string, std::map<int, Departure>> departed =
       {};                                       // by group: rank 0, and ranks that this one may wait for
   std::map<std::string, Failure> aborted = {};  // groups, by another rank
 
   void learn(const Event& event) {
     if (event.kind == Event::failed && !failure) failure = KnownFailure{event.failure};
-    if (event.kind == Event::departed) departed[event.group][event.rank] = event.position;
+    if (event.kind == Event::departed) departed[event.group][event.rank] = {event.position, event.hash};
     if (event.kind != Event::aborted || event.rank == rank || failure) return;
     Failure reason = event.failure;
     if (reason.message.empty()) {  // the exception may have ended another group just before
       reason.message = by_exception;
       for (const auto& [group, other] : aborted)
-        if (other.rank == event.rank && reason.time - other.time < 1'000'000'000)
+        if (other.rank == event.rank && std::chrono::nanoseconds(reason.time - other.time) < same_exception)
           reason.message = other.message;
     }
     aborted.try_emplace(event.group, std::move(reason));
@@ -160,9 +155,22 @@ struct RankView {
   [[nodiscard]] std::optional<Failure> left_before(const std::string& group, const FailedCall& call) const {
     const auto gone = departed.find(group);
     if (gone == departed.end() || call.peer >= 0) return std::nullopt;
-    for (const auto& [other, last] : gone->second)
-      if (other != rank && last.sequence < call.sequence)
+    for (const auto& [other, departure] : gone->second)
+      if (const auto& last = departure.first; other != rank && last.sequence < call.sequence)
         return left_early(other, last.sequence == 0 ? "no collective" : text_of(last), rank, call);
+    return std::nullopt;
+  }
+  /// Returns the failure of this rank, which has left `group` after `own` with the hash of all its calls, and one that has
+  /// left it before, if their calls differ.
+  [[nodiscard]] std::optional<Failure> different_end(const std::string& group, const FailedCall& own,
+                                                     std::uint64_t hash) const {
+    const auto gone = departed.find(group);
+    if (gone == departed.end()) return std::nullopt;
+    for (const auto& [other, departure] : gone->second) {
+      const auto& [last, its_hash] = departure;
+      if (last.sequence != own.sequence) return left_unequally(rank, own, other, last);
+      if (its_hash != 0 && its_hash != hash) return mismatch({rank, other, own.sequence}, group, {}, {});
+    }
     return std::nullopt;
   }
 };

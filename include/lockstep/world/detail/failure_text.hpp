@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -114,6 +115,60 @@ inline std::string different_calls(int one, const FailedCall& here, int other, c
   return different_calls({place(here), place(there)}, {one, other});
 }
 
+/// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
+/// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
+/// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
+inline std::string lateness(const FailedCall& call, const std::map<int, FailedCall>& positions,
+                            const std::vector<int>& ranks, int own_rank, const std::string& waited,
+                            const std::map<int, RankPosition>& elsewhere = {}) {
+  const auto last = [](const FailedCall& position) {
+    return position.sequence == 0 ? std::string("at the start") : "last at " + text_of(position);
+  };
+  const auto have = [](const std::vector<int>& some) {
+    return listed_ranks(some) + (some.size() == 1 ? " has" : " have");
+  };
+  const std::string incomplete = formatted("{} is not complete after {}", text_of(call), waited);
+  std::vector<int> late, silent;
+  std::string where, other_place;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const int rank = ranks[i];
+    if (rank == own_rank || (call.peer >= 0 && static_cast<int>(i) != call.peer)) continue;
+    const auto found = positions.find(rank);
+    if (found == positions.end()) {
+      silent.push_back(rank);
+      continue;
+    }
+    const FailedCall& there = found->second;
+    if (call.peer >= 0) return formatted("{}: rank {} is {}", incomplete, rank, last(there));
+    const bool other_call = there.operation != call.operation ||
+                            (!call.served.empty() && !there.served.empty() && call.served != there.served);
+    if (call.sequence > 0 && there.sequence == call.sequence && other_call) {
+      const std::string calls = different_calls(own_rank, call, rank, there);
+      return incomplete + ": " +
+             (calls.empty() ? formatted("rank {} called {} instead", rank, there.operation) : calls);
+    }
+    if (there.sequence >= call.sequence) continue;
+    late.push_back(rank);
+    where += formatted("; {}{}", late.size() > 1 ? formatted("rank {} ", rank) : "", last(there));
+    if (const auto other = elsewhere.find(rank); other_place.empty() && other != elsewhere.end())
+      other_place = formatted(
+          ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank "
+          "must make the calls of all communicators in the same order",
+          rank, text_of(other->second.position), other->second.group, own_rank);
+  }
+  std::string text;
+  if (!late.empty())
+    text = formatted("{} not entered {} after {}{}", have(late), text_of(call), waited, where);
+  if (!late.empty() && !call.served.empty()) text += formatted("; every rank must call {}", call.served);
+  text += other_place;
+  if (!silent.empty())
+    text += formatted("{}{} not reported a position after {} of {}: dead, stopped or cut off",
+                      text.empty() ? "" : ". ", have(silent), waited, text_of(call));
+  return !text.empty()
+             ? text
+             : incomplete + " although every rank has entered it: the network or a rank is too slow";
+}
+
 /// Returns the failure of two ranks whose calls in a communicator differ, at the latest in collective
 /// `found.sequence`. `one` and `other` are their last calls.
 inline Failure mismatch(const CallDifference& found, const std::string& communicator,
@@ -157,14 +212,13 @@ inline Failure left_unequally(int one, const FailedCall& mine, int other, const 
                                last(theirs), equally_many)};
 }
 
-/// Returns the failure of a rank that has more than `most` communicators.
+/// Returns the failure of a run that has more than `most` communicators, which `rank` reports.
 inline Failure too_many_groups(int rank, std::size_t most) {
   return {.kind = FailureKind::usage,
           .rank = rank,
-          .message = formatted(
-              "rank {} has more than {} communicators at once, whose calls cannot be compared: destroy "
-              "those that are not used",
-              rank, most)};
+          .message = formatted("the run has more than {} communicators at once, whose calls cannot be "
+                               "compared: destroy those that are not used",
+                               most)};
 }
 
 /// Returns the content of torchrun's error file about a failure at `when`, in seconds since 1970.

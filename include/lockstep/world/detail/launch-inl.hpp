@@ -162,7 +162,6 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
       stopped = true;
     }
     flush_stdout();
-    state_of(world).await_left_behind();
     try {
       const int ended = state_of(world).end(stopped ? 0 : code, true);
       if (!stopped) code = ended;

@@ -212,7 +212,7 @@ inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
   for (;; std::this_thread::sleep_for(first_retry_pause)) {
     const RunSummary run = RunClient(connection, last_request_timeout).summary();
     const bool over =
-        (run.ended >= static_cast<std::size_t>(size) && !run.disputed) || Clock::now() >= deadline;
+        (run.ended >= static_cast<std::size_t>(size) && !run.dispute) || Clock::now() >= deadline;
     if (!over && !(well && run.failure)) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
     if (!well || !run.failure || run.failure->kind != FailureKind::mismatch) return 0;

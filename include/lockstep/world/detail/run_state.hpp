@@ -40,7 +40,7 @@ namespace lockstep::detail {
 class RunState {
  public:
   using Time = std::chrono::steady_clock::time_point;
-  static constexpr std::size_t max_report_bytes = 1 << 22, max_groups = 1 << 16;
+  static constexpr std::size_t max_groups = 1 << 16;
 
   /// `doubt`: what may keep ranks from reaching the store, for who waits for them.
   explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {})
@@ -146,13 +146,15 @@ class RunState {
 
   void summarize(const Asker& asker, const std::optional<std::string>& meeting, Time now) {
     const auto quiet = std::chrono::floor<std::chrono::milliseconds>(now - last_join_);
-    out_.reply(asker, encoded(RunSummary{
-                          .failure = failure_,
-                          .disputed = dispute_.has_value(),
-                          .ended = members_.ended(),
-                          .quiet = quiet.count(),
-                          .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
-                          .meeting = meeting ? members_.meeting(*meeting) : Meeting{}}));
+    out_.reply(asker,
+               encoded(RunSummary{
+                   .failure = failure_,
+                   .dispute = dispute_ ? std::optional(mismatch(dispute_->found, dispute_->group, {}, {}))
+                                       : std::nullopt,
+                   .ended = members_.ended(),
+                   .quiet = quiet.count(),
+                   .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
+                   .meeting = meeting ? members_.meeting(*meeting) : Meeting{}}));
   }
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
@@ -164,7 +166,9 @@ class RunState {
         return true;
       case Event::ended:
         members_.end(event.rank, event.failure.code);
-        for (const auto& [group, position] : event.last) depart(event.rank, group, position);
+        for (const auto& [group, position] : event.last)
+          if (depart(event.rank, group, position))
+            push_to_all({.kind = Event::departed, .rank = event.rank, .group = group, .position = position});
         return true;
       case Event::failed:
         if (failure_) return false;
@@ -183,12 +187,15 @@ class RunState {
         comparisons_.erase(event.group);
         break;
     }
+    push_to_all(event);
+    return true;
+  }
+  void push_to_all(const Event& event) {
     const std::string bytes = encoded(event);
     if (event.kind <= Event::aborted && log_.size() < max_groups) log_.push_back(bytes);
     std::vector<std::uint64_t> to;
     for (const auto& [connection, rank] : subscribers_) to.push_back(connection);
     out_.push(std::move(to), StorePush::event, bytes);
-    return true;
   }
   // A rank leaves a communicator after the collective `last`. Returns whether the other ranks must know: some wait for it in
   // vain, or it may host this store.
@@ -231,7 +238,9 @@ class RunState {
     const auto group = comparisons_.find(std::string(in.text()));
     std::vector<RankReport> answers;
     std::vector<std::uint64_t> asked;
-    for (const int rank : in.value<std::vector<int>>()) {
+    const auto ranks = in.value<std::vector<int>>();
+    const auto asks = in.value<bool>();
+    for (const int rank : ranks) {
       RankReport& one = answers.emplace_back();
       if (group == comparisons_.end()) {
         one.left.emplace();  // all ranks have left it, or it has been aborted
@@ -242,6 +251,7 @@ class RunState {
       const auto found = reports_.find(rank);
       if (found == reports_.end()) continue;
       one.age = std::chrono::floor<std::chrono::milliseconds>(now - found->second.heard).count();
+      if (!asks) continue;
       one.positions = found->second.positions;
       if (!std::exchange(found->second.asked, true)) asked.push_back(found->second.connection);
     }
@@ -254,7 +264,6 @@ class RunState {
   [[nodiscard]] bool take_report(std::uint64_t connection, FrameReader& in, Time now) {
     const auto from = subscribers_.find(connection);
     if (from == subscribers_.end()) return true;
-    if (in.rest().size() > max_report_bytes) return false;
     Report& known = reports_[from->second];
     known = {connection, in.value<std::vector<RankPosition>>(), now};
     for (const CallMarks& group : in.value<std::vector<CallMarks>>()) {

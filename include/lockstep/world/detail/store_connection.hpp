@@ -326,9 +326,9 @@ class RunClient {
   Meeting meet(const std::string& name, const std::vector<int>& ranks, bool lasts) {
     return ask<Meeting>(StoreOperation::meet, name, ranks, lasts);
   }
-  /// Returns what is known of `ranks`, in their order, and asks them to report.
-  std::vector<RankReport> reports(const std::string& group, const std::vector<int>& ranks) {
-    return ask<std::vector<RankReport>>(StoreOperation::ask, group, ranks);
+  /// Returns what is known of `ranks`, in their order, and `asks` them to report; else without their positions.
+  std::vector<RankReport> reports(const std::string& group, const std::vector<int>& ranks, bool asks = true) {
+    return ask<std::vector<RankReport>>(StoreOperation::ask, group, ranks, asks);
   }
   /// Adds to the number at a key of the store, 0 at first. Returns the sum.
   std::int64_t add(const std::string& key, std::int64_t amount) {

@@ -77,7 +77,7 @@ enum class StoreOperation : std::uint8_t {
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
   publish,    ///< Event -> whether it is news
   report,     ///< a RankPosition and the CallMarks of each communicator; no reply
-  ask,        ///< communicator, ranks -> the RankReport of each, which is asked to report
+  ask,        ///< communicator, ranks, flag -> the RankReport of each; with the flag each is asked to report
   calls       ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply
 };
 

@@ -18,8 +18,11 @@ using Milliseconds = std::chrono::milliseconds;
 //                                               the communicator's timeout, and throw_together; where another rank has
 //                                               failed, or is silent for heartbeat_timeout(), throw_together from then
 //   Work::synchronize                           its timeout, and throw_together
-//   abort, a communicator's destructor          2 * last_wait; they wait for no other rank
-//   the end of a process                        publish_limit after a failure; host_grace where it hosts the store
+//   abort                                       2 * last_wait
+//   a communicator's destructor                 3 * last_wait, for threads of its own; without `launch` also answer_timeout for
+//                                               the store, or last_request_timeout where it hosts that
+//   the end of a process                        publish_limit after a failure; else exit_limit, for what is left in flight and,
+//                                               where it hosts the store, for other ranks
 //   launch, after the first failure             LaunchOptions::grace, for ranks that do not end
 
 // Requests to the store: of a rank that runs, of a process that ends or refuses, and for the outcome of the rendezvous, after
@@ -44,12 +47,15 @@ inline constexpr Milliseconds message_pause{20};
 // must notice it; and until the calls that differ are found.
 inline constexpr Milliseconds news_timeout{500}, throw_together{2'000}, notice_limit{2'000};
 inline constexpr Milliseconds mismatch_timeout{2'500};
+// Two aborts of a rank within it are by one exception.
+inline constexpr Milliseconds same_exception{1'000};
 // Where a transport does not wake who waits for it: the pauses between two questions of the program, and of the thread that
 // watches a device; and how much later than the communicator's timeout its own ends an operation.
 inline constexpr std::chrono::microseconds first_pause{20}, last_pause{5'000}, watch_pause{20'000};
 inline constexpr Milliseconds backend_slack{10'000};
-// How long a destructor waits for threads of its own, and the pause in which a group's sockets are looked for again.
-inline constexpr Milliseconds last_wait{500}, abort_pause{2};
+// How long a destructor waits for threads of its own; and while transfers of a failed group over Gloo end: the pause between
+// two looks, how long a connection is quiet then, and how long they may take.
+inline constexpr Milliseconds last_wait{500}, abort_pause{2}, quiet_transfer{20}, most_transfer{300};
 // A launcher: until a cause, and a consequence, count as the first failure; how often it looks while ranks run and while they
 // end; when it relays a line without an end; and how long it waits for killed orphans of its ranks, and for ranks that
 // handle a signal.
@@ -59,7 +65,7 @@ inline constexpr Milliseconds orphan_limit{500}, orphan_pause{1}, interrupt_limi
 // The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
 inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};
-inline constexpr Milliseconds host_grace{300'000}, signal_limit{5'000};
+inline constexpr Milliseconds host_grace{300'000}, exit_limit{600'000}, signal_limit{5'000};
 // Waits of lockstep's own backends. In shared memory: the longest sleep, also while other ranks wait for this process, and until
 // memory is asked for again. Over MPI: how long a wait yields, and the pauses afterwards.
 inline constexpr Milliseconds shm_sleep{50}, backlog_sleep{1}, allocation_pause{1'000}, mpi_yield_time{20};

@@ -205,18 +205,18 @@ LOCKSTEP_INLINE bool WorldState::publish(const Failure& failure) {
   return first || !joined;
 }
 
-LOCKSTEP_INLINE void WorldState::await_left_behind() {
-  std::unique_lock lock(mutex_);
-  const auto threads = std::exchange(left_behind_, {});
-  lock.unlock();
-  for (const auto& thread : threads)
-    while (!thread->ends_within(look_interval)) {
-    }
-}
-
 LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
   const Environment& known = environment;
-  if (known.size == 1 || getpid() != owner) return code;
+  if (getpid() != owner) return code;
+  if (waits && code == 0) {
+    std::unique_lock lock(mutex_);
+    const auto left_behind = std::exchange(left_behind_, {});
+    lock.unlock();
+    for (const auto& [thread, over] : left_behind)
+      while (!thread->ends_within(look_interval) && !over()) {
+      }
+  }
+  if (known.size == 1) return code;
   // Other ranks may wait for one that has not made a communicator, and no launcher sees its exit code.
   if (code != 0 && !communicates && !left_ && report_descriptor() < 0)
     at_most(publish_limit, [this, code] {
@@ -238,14 +238,15 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
     }
     join({});
   }
-  if (!left_.exchange(true)) {
+  const bool first = !left_.exchange(true);
+  if (first) {
     auto last = code == 0 ? ControlPlane::last_positions(connection().get()) : std::vector<RankPosition>();
     RunClient(*connection(), last_request_timeout)
         .publish(
             {.kind = Event::ended, .rank = known.rank, .failure = {.code = code}, .last = std::move(last)});
   }
   if (code != 0 || !hosts_store()) return code;
-  return outlive_ranks(*connection(), waits ? known.size : 0, true);
+  return outlive_ranks(*connection(), waits && first ? known.size : 0, true);
 }
 
 }  // namespace lockstep::detail

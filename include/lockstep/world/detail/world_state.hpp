@@ -33,8 +33,11 @@ struct WorldState : EndingRank {
   };
 
   explicit WorldState(Environment known) : environment(std::move(known)) {}
-  ~WorldState() {  // a forked child may have copied the server in the middle of a change
-    if (joined_ && getpid() != owner) static_cast<void>(new Rendezvous(std::move(*joined_)));
+  ~WorldState() {
+    if (getpid() == owner) return;
+    static_cast<void>(
+        new auto(std::move(joined_)));  // a forked child may have copied the server in the middle of a change
+    static_cast<void>(new auto(std::move(left_behind_)));
   }
   WorldState(const WorldState&) = delete;
   WorldState& operator=(const WorldState&) = delete;
@@ -70,18 +73,17 @@ struct WorldState : EndingRank {
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
   Environment current_environment();
 
-  /// Keeps a thread that completes what a communicator has left in flight.
-  void leave_behind(std::unique_ptr<LeavableThread> thread) {
+  /// Keeps a thread that completes what a communicator has left in flight, while it can: until `over` returns true.
+  void leave_behind(std::unique_ptr<LeavableThread> thread, std::function<bool()> over) {
     const std::lock_guard lock(mutex_);
-    left_behind_.push_back(std::move(thread));
+    std::erase_if(left_behind_, [](const auto& one) { return one.first->ends_within({}); });
+    left_behind_.emplace_back(std::move(thread), std::move(over));
   }
-  /// Blocks until these threads have ended: each has a timeout of its own.
-  void await_left_behind();
 
   bool publish(const Failure& failure) override;
   /// Publishes that this process ends with `code`; as its failure, if that is not 0 and this rank has not made a
-  /// communicator, since other ranks may wait for it. If it `waits`, hosts the store and `code` is 0, blocks until every rank
-  /// has ended or one has failed, at most 5 minutes.
+  /// communicator, since other ranks may wait for it. If it `waits` and `code` is 0, blocks until what communicators have left
+  /// in flight is complete, and, where it hosts the store, until every rank has ended or one has failed, at most 5 minutes.
   int end(int code, bool waits) override;
 
   const Environment environment;
@@ -103,7 +105,7 @@ struct WorldState : EndingRank {
 
   std::mutex mutex_, joining_;
   std::optional<Rendezvous> joined_;
-  std::vector<std::unique_ptr<LeavableThread>> left_behind_;
+  std::vector<std::pair<std::unique_ptr<LeavableThread>, std::function<bool()>>> left_behind_;
   std::atomic<bool> left_{false};  // this rank's end is published
   // Valid once all ranks have joined: written before `complete_` is set, and never again.
   std::atomic<bool> complete_{false};
