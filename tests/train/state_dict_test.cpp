@@ -412,6 +412,7 @@ TEST_CASE("an entry that nobody asks for is read or skipped, and one that is ref
     CHECK(dict.at("epoch").toInt() == 7);
     return dict.at("lr_scheduler").toGenericDict().at("milestones");
   };
+  CHECK(read("\x8a\x01\x80").toInt() == -128);
   CHECK(read("ccollections\nCounter\n}K\x1eK\x01s\x85R").toGenericDict().at(std::int64_t{30}).toInt() == 1);
   for (const char* skipped :
        {"c__builtin__\nset\n]K\x01"

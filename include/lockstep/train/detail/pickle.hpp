@@ -270,7 +270,8 @@ class PickleReader {
     const std::size_t size = number<std::uint8_t>();
     std::string bytes(take(size));
     if (size > 8) return {};
-    bytes.resize(8, size > 0 && bytes.back() < 0 ? '\xFF' : '\0');  // two's complement
+    bytes.resize(
+        8, size > 0 && (bytes.back() & 0x80) != 0 ? '\xFF' : '\0');  // two's complement; char may be unsigned
     return little_endian<std::int64_t>(bytes);
   }
 
