@@ -170,6 +170,7 @@ class ShmMemory {
   }
 
  private:
+  // Of the layout alone: the system's pages may be larger, as on aarch64, and fallocate takes any range.
   static constexpr std::size_t page_bytes = 4096, line_bytes = 64;
   static constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
