@@ -407,7 +407,8 @@ class Simulation {
   void ask_again(Rank& rank, std::shared_ptr<Question> question, std::shared_ptr<std::set<int>> answered,
                  std::function<void(const std::set<int>& silent)> then, Duration pause) {
     send(
-        rank, StoreOperation::ask, [&](FrameWriter& out) { out.text("g").value(question->ranks); },
+        rank, StoreOperation::ask,
+        [&](FrameWriter& out) { out.text("g").value(question->ranks).value(true); },
         [this, &rank, question, answered, then, pause, asked = now_](std::string_view reply) {
           if (!acts(rank)) return;
           const auto read = [&](int other, const auto&) { answered->insert(other); };
