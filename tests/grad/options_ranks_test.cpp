@@ -129,6 +129,13 @@ TEST_CASE("skipped buckets: what no rank used at first is not reduced, and may n
                          options.static_graph ? "took no part in the first backward"
                                               : "was used by no rank in the first backward");
   net->zero_grad();
+  {
+    const auto accumulating = ddp.no_sync();
+    refuses<GradientError>([&] { ddp.backward(net(batch_of(rank, 4), 2).pow(2).sum()); },
+                           options.static_graph ? "took no part in the first backward"
+                                                : "was used by no rank in the first backward");
+  }
+  net->zero_grad();
   ddp.backward(net(batch_of(rank, 5), rank % 2).pow(2).sum());
 }
 

@@ -188,7 +188,7 @@ inline World mpi_world(MPI_Comm comm = MPI_COMM_NULL, const WorldOptions& option
 /// lockstep moves collectives on, so that they overlap with computation. With MPI_THREAD_SERIALIZED launches and waits do,
 /// and the program must not call MPI on another thread meanwhile. Less is refused.
 ///
-/// The destructor shuts down: MPI cannot cancel a collective, and another thread may not be allowed to complete it. If the
+/// The destructor waits for operations in flight: MPI cannot cancel a collective, and MPI_Finalize may come at once. If the
 /// program has initialized MPI, it also finalizes it, after the last communicator has gone. Otherwise the first
 /// mpi_world or MpiComm calls MPI_Init_thread, and a process that exits with code 0 calls MPI_Finalize.
 ///

@@ -303,24 +303,25 @@ class BackendGroup final : public Group {
     CallWatch(*this, call).await_departures();
   }
   /// Leaves the group without waiting for another rank: works in flight are completed on a thread that may be left behind,
-  /// and that the end of `launch` awaits. A backend that only the program's threads may call is shut down. Logs once that the
-  /// ranks have made different calls, if nobody else says so.
+  /// and that the end of `launch` awaits. Of a backend that must not be left so, blocks until they are complete, at most the
+  /// timeout. Logs once that the ranks have made different calls, if nobody else says so.
   void leave() noexcept try {
     if (closed() || failed()) return;
-    if (auto* own = dynamic_cast<HostBackend*>(backend_.get()); own && !own->ends_alone()) return shutdown();
-    const auto mover = std::make_shared<std::jthread>(ShmEngine::mover());
+    const auto* own = dynamic_cast<HostBackend*>(backend_.get());
+    const bool ends_alone = !own || own->ends_alone();
     depart();
     auto finishing = finish_works();
-    const auto until = Clock::now() + timeout() + backend_slack;
-    if (!finishing->ends_within(last_wait))
-      state_of(world()).leave_behind(std::move(finishing), [mover, plane = plane(), name = name(), until] {
-        return (plane && plane->ended(name)) || Clock::now() >= until;
-      });
+    const auto over = [plane = plane(), name = name(), until = Clock::now() + timeout() + backend_slack] {
+      return (plane && plane->ended(name)) || Clock::now() >= until;
+    };
+    while (!ends_alone && !finishing->ends_within(look_interval) && !over()) {
+    }
+    if (!finishing->ends_within(last_wait)) state_of(world()).leave_behind(std::move(finishing), over);
     if (!plane() || ending_rank.load()) return;
     static std::atomic_flag told;
     if (const auto failure = plane()->different_ends(status(), false); failure && !told.test_and_set())
       world().log.all().error("{}", failure->message);
-  } catch (const std::exception&) {  // there is no memory or no thread, or the shutdown has failed
+  } catch (const std::exception&) {  // there is no memory or no thread
   }
 
  private:
@@ -428,7 +429,8 @@ class BackendGroup final : public Group {
   std::unique_ptr<LeavableThread> finish_works() {
     const std::lock_guard lock(mutex_);
     return std::make_unique<LeavableThread>([backend = std::move(backend_), kept = std::exchange(kept_, {}),
-                                             timeout = timeout(), on_device = !on_host()]() mutable {
+                                             timeout = timeout(), on_device = !on_host(),
+                                             mover = ShmEngine::mover()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
           if (message.use_count() == 1) message->wait(timeout);  // a message may be waited for only once

@@ -62,6 +62,9 @@ class CallWatch {
     // The call's remaining time bounds the wait for answers: its timeout asks anew for the late ranks.
     const Answers answers = ask(time_left(Milliseconds(0), answer_timeout));
     if (auto error = find_silent(answers, gap)) return error;
+    for (const auto& [rank, code] : answers.exit_codes)  // its process may live on, to host the store
+      if (code >= 0 && needs(rank, answers))
+        return blame(group_.end_of(call_, rank, code, formatted("has ended with exit code {}", code)));
     if (asked_ >= next_warning_) {
       warn(answers);
       next_warning_ = call_.start + 2 * waited();
@@ -157,15 +160,18 @@ class CallWatch {
     }
   }
 
+  // Returns whether the call needs a rank: its peer, or all that have not left the group in good order.
+  [[nodiscard]] bool needs(int rank, const Answers& answers) const {
+    if (rank == group_.world().rank()) return false;
+    return call_.peer ? group_.ranks()[static_cast<std::size_t>(*call_.peer)] == rank
+                      : !answers.left.contains(rank);
+  }
   // Returns the ranks that the call needs and that have not answered. One that has left the group in good order needs
   // not answer; obstacle() finds the calls that it has left out.
   [[nodiscard]] std::vector<int> silent(const Answers& answers) const {
     std::vector<int> silent;
-    for (std::size_t i = 0; i < group_.ranks().size(); ++i)
-      if (const int rank = group_.ranks()[i];
-          rank != group_.world().rank() && !answers.positions.contains(rank) &&
-          (call_.peer ? call_.peer == static_cast<int>(i) : !answers.left.contains(rank)))
-        silent.push_back(rank);
+    for (const int rank : group_.ranks())
+      if (!answers.positions.contains(rank) && needs(rank, answers)) silent.push_back(rank);
     return silent;
   }
   // Returns an error if the store, or a rank that the call needs, has been silent for too long. `gap` is the time

@@ -35,12 +35,15 @@ class BatchedCopies {
  public:
   /// `to` has the dtype and the shape of `from`, and is dense.
   void add(const at::Tensor& to, const at::Tensor& from) {
-    if (!to.is_cpu() || checks_cpu_late) {
+    if (to.is_conj() || to.is_neg() || from.is_conj() ||
+        from.is_neg()) {  // which neither of the others resolves
+      to.copy_(from);
+    } else if (!to.is_cpu() || checks_cpu_late) {
       to_.push_back(to);
       from_.push_back(from);
       // The sources stay allocated until they are copied: bound that memory by the default size of a bucket.
       if ((bytes_ += from.nbytes()) >= (25 << 20)) run();
-    } else if (to.strides() == from.strides() && !from.is_conj() && !from.is_neg()) {
+    } else if (to.strides() == from.strides()) {
       std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
       to.unsafeGetTensorImpl()->bump_version();
     } else {
@@ -49,6 +52,9 @@ class BatchedCopies {
   }
   void run() {
     if (!to_.empty()) at::_foreach_copy_(to_, from_, /*non_blocking=*/true);
+    clear();
+  }
+  void clear() {
     to_.clear();
     from_.clear();
     bytes_ = 0;
@@ -209,10 +215,11 @@ class GradientBuckets {
     }
   }
 
-  /// Ends a reduction: its copies and, with `lazy_bucket_allocation`, the life of the buckets.
-  void end() {
+  /// Ends a reduction: its copies, without those of one that is `abandoned`, and, with `lazy_bucket_allocation`, the life of
+  /// the buckets.
+  void end(bool abandoned) {
     for (Bucket& bucket : buckets_) {
-      bucket.copies.run();
+      abandoned ? bucket.copies.clear() : bucket.copies.run();
       bucket.divided = 0;
       if (!options_.lazy_bucket_allocation) continue;
       bucket.elements = bucket.with_tail = bucket.gradients.flat = at::Tensor();

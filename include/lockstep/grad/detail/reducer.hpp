@@ -449,6 +449,7 @@ class Reducer {
     if (!live_.takes(parameter)) return;
     // The engine calls the hook without a gradient for an output that the loss ignores.
     if (parameter.gradient().defined() || !searches()) parameter.seen = true;
+    if (parameter.skipped) throw GradientError(unexpected_text(i, parameter, options_));
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
       if (OpenBackwards* calls = open_backwards_for(parameter.tensor.device()))
@@ -457,7 +458,7 @@ class Reducer {
         open_bare();
     }
     ready_order_.push_back(i);
-    if (parameter.skipped || (options_.static_graph && !reduction_.used_anywhere(i)))
+    if (options_.static_graph && !reduction_.used_anywhere(i))
       throw GradientError(unexpected_text(i, parameter, options_));
     if (!expects_ && !options_.static_graph) reduction_.allocate(i);
     copy_known_unused();

@@ -409,7 +409,7 @@ class BucketReduction {
     const bool under_way =
         std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
     if (under_way) make_buckets(plan());
-    release();
+    release(/*abandoned=*/true);
     if (usage_) usage_->abandon();
     if constexpr (StatefulHook<Hook>)
       if (begun_) hook_.rollback();
@@ -477,16 +477,18 @@ class BucketReduction {
     labels_.name(*buckets_, parameters_);
   }
 
-  void release() {
+  void release(bool abandoned = false) {
     if (options_.lazy_bucket_allocation) poison_check_ = {};  // its elements hold the memory
-    buckets_->end();
+    buckets_->end(abandoned);
   }
   /// Leaves out the buckets that no rank has used in the first reduction with used parameters.
   void note_skipped() {
     knows_skipped_ = std::any_of(parameters_.begin(), parameters_.end(), std::mem_fn(&ParameterEntry::used));
     if (!knows_skipped_) return;
-    for (ParameterEntry& parameter : parameters_) parameter.skipped = !parameter.used && !parameter.sparse;
-    make_buckets(plan());
+    bool any = false;
+    for (ParameterEntry& parameter : parameters_)
+      any = (parameter.skipped = !parameter.used && !parameter.sparse) || any;
+    if (any) make_buckets(plan());
   }
   void check_views() {
     poison_check_ = {};

@@ -36,8 +36,8 @@ struct EndingRank {
   /// or true if this rank cannot know. May block.
   virtual bool publish(const Failure& failure) = 0;
   /// Publishes that this process ends with exit code `code`. Returns its exit code: not 0 if the ranks' calls differ.
-  /// May block, for other ranks only if it `waits`.
-  virtual int end(int code, bool waits) = 0;
+  /// May block. `returns`: see WorldState::end.
+  virtual int end(int code, bool returns) = 0;
 };
 /// The rank that `launch` runs in this process, null before it has a World.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<EndingRank*> ending_rank{nullptr};

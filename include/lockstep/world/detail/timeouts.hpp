@@ -21,8 +21,9 @@ using Milliseconds = std::chrono::milliseconds;
 //   abort                                       2 * last_wait
 //   a communicator's destructor                 3 * last_wait, for threads of its own; without `launch` also answer_timeout for
 //                                               the store, or last_request_timeout where it hosts that
-//   the end of a process                        publish_limit after a failure; else exit_limit, for what is left in flight and,
-//                                               where it hosts the store, for other ranks
+//   the end of a process                        publish_limit after a failure. Else for what is left in flight the
+//                                               communicator's timeout, at std::exit exit_limit - host_grace, and host_grace for
+//                                               other ranks where it hosts the store
 //   launch, after the first failure             LaunchOptions::grace, for ranks that do not end
 
 // Requests to the store: of a rank that runs, of a process that ends or refuses, and for the outcome of the rendezvous, after

@@ -75,7 +75,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
         [](int code, void*) {
           if (getpid() != ending_process) return;  // a forked child exits
           const int own = at_most(code == 0 ? exit_limit : last_request_timeout, code,
-                                  [code] { return ending_rank.load()->end(code, code == 0); });
+                                  [code] { return ending_rank.load()->end(code, false); });
           if (own != code) _exit(own);
         },
         nullptr);

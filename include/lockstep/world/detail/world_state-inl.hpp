@@ -205,15 +205,17 @@ LOCKSTEP_INLINE bool WorldState::publish(const Failure& failure) {
   return first || !joined;
 }
 
-LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
+LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
   const Environment& known = environment;
   if (getpid() != owner) return code;
-  if (waits && code == 0) {
-    std::unique_lock lock(mutex_);
+  if (code == 0) {
+    std::unique_lock lock(left_mutex_);
     const auto left_behind = std::exchange(left_behind_, {});
     lock.unlock();
+    using Clock = std::chrono::steady_clock;
+    const auto until = returns ? Clock::time_point::max() : Clock::now() + exit_limit - host_grace;
     for (const auto& [thread, over] : left_behind)
-      while (!thread->ends_within(look_interval) && !over()) {
+      while (!thread->ends_within(look_interval) && !over() && Clock::now() < until) {
       }
   }
   if (known.size == 1) return code;
@@ -227,13 +229,13 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
     });
   {
     std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock && (code != 0 || !waits)) return code;  // publish() still connects
+    if (!lock && (code != 0 || !returns)) return code;  // publish() still connects
     if (!lock) lock.lock();
     // A launcher that hosts the store for several hosts waits for every rank to finish.
     const bool awaited =
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
-    if (!joined_ && !(waits && awaited)) {
-      left_ = left_ || waits;
+    if (!joined_ && !(returns && awaited)) {
+      left_ = left_ || returns;
       return code;
     }
     join({});
@@ -246,7 +248,7 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool waits) {
             {.kind = Event::ended, .rank = known.rank, .failure = {.code = code}, .last = std::move(last)});
   }
   if (code != 0 || !hosts_store()) return code;
-  return outlive_ranks(*connection(), waits && first ? known.size : 0, true);
+  return outlive_ranks(*connection(), first ? known.size : 0, true);
 }
 
 }  // namespace lockstep::detail

@@ -75,16 +75,17 @@ struct WorldState : EndingRank {
 
   /// Keeps a thread that completes what a communicator has left in flight, while it can: until `over` returns true.
   void leave_behind(std::unique_ptr<LeavableThread> thread, std::function<bool()> over) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(left_mutex_);
     std::erase_if(left_behind_, [](const auto& one) { return one.first->ends_within({}); });
     left_behind_.emplace_back(std::move(thread), std::move(over));
   }
 
   bool publish(const Failure& failure) override;
-  /// Publishes that this process ends with `code`; as its failure, if that is not 0 and this rank has not made a
-  /// communicator, since other ranks may wait for it. If it `waits` and `code` is 0, blocks until what communicators have left
-  /// in flight is complete, and, where it hosts the store, until every rank has ended or one has failed, at most 5 minutes.
-  int end(int code, bool waits) override;
+  /// Publishes that this process ends with `code`; as its failure, if that is not 0 and this rank has not made a communicator,
+  /// since other ranks may wait for it. If `code` is 0, blocks before until what communicators have left in flight is complete,
+  /// and, where this process hosts the store, afterwards until every rank has ended or one has failed, at most 5 minutes.
+  /// `returns`: from `launch`, and not at an exit in the midst of the program, which joins nothing and waits for no thread.
+  int end(int code, bool returns) override;
 
   const Environment environment;
   std::atomic<bool> communicates{false};  // this rank has made a communicator
@@ -103,7 +104,7 @@ struct WorldState : EndingRank {
   // the others.
   void place_ranks(const Rendezvous& joined);
 
-  std::mutex mutex_, joining_;
+  std::mutex mutex_, joining_, left_mutex_;
   std::optional<Rendezvous> joined_;
   std::vector<std::pair<std::unique_ptr<LeavableThread>, std::function<bool()>>> left_behind_;
   std::atomic<bool> left_{false};  // this rank's end is published
