@@ -132,12 +132,12 @@ TEST_CASE("srun starts one rank per task, and rank 0 says what it found") {
 TEST_CASE("srun -m arbitrary ends at once with a remedy, and runs with it") {
   const Cluster* on = cluster();
   if (on == nullptr) return;
-  const auto hosts = on->folder + "/hosts";
+  const auto hosts = on->folder + "/arbitrary";
   std::ofstream(hosts) << "n2\nn1\n";
   const Strings command{"srun", "-N", "2", "-n", "2", "-m", "arbitrary", program, "well"};
   const auto refused = slurm(*on, command, {{"SLURM_HOSTFILE", hosts}}, 30s);
   INFO(refused.out << refused.error);
-  CHECK(refused.code == 1);
+  CHECK(refused.code == 2);
   CHECK(count(refused.error, "srun -m arbitrary: set MASTER_ADDR to the host of rank 0") >= 1);
   const auto result = slurm(*on, command, {{"SLURM_HOSTFILE", hosts}, {"MASTER_ADDR", "n2"}});
   INFO(result.out << result.error);
