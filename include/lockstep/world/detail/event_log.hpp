@@ -30,7 +30,7 @@ struct Event {
   enum Kind : std::uint8_t {
     failed,   ///< a rank has failed: `failure`; of these the ranks are sent the first
     aborted,  ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
-    departed,  ///< a rank has left `group` after its collective `position`, with the hash of all, 0 if it is unknown
+    departed,   ///< a rank has left `group` after its collective `position`; `hash` of all, 0 if unknown
     refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
     ended  ///< a rank has ended with exit code `failure.code`, in communicators at `last`; it is not sent on
