@@ -28,8 +28,8 @@ namespace lockstep::detail {
 /// What happens in a run. The store takes events in one order, and sends those to every rank that it must know.
 struct Event {
   enum Kind : std::uint8_t {
-    failed,   ///< a rank has failed: `failure`; of these the ranks are sent the first
-    aborted,  ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
+    failed,     ///< a rank has failed: `failure`; of these the ranks are sent the first
+    aborted,    ///< a rank has ended `group` by `failure`, with a message if it knows why, and may go on
     departed,   ///< a rank has left `group` after its collective `position`; `hash` of all, 0 if unknown
     refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
