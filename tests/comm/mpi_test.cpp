@@ -85,8 +85,7 @@ TEST_CASE("ranks on two hosts need no variable") {
     return;
   }
   const TemporaryFolder folder;
-  const auto script = folder.write("agent.sh", hosts.remote_shell("B"));
-  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  const auto script = folder.write_script("agent.sh", hosts.remote_shell("B"));
   Strings command{LOCKSTEP_MPIEXEC};
   if (is_open_mpi(LOCKSTEP_MPIEXEC))
     command.insert(command.end(), {"--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent", script,

@@ -30,6 +30,12 @@ class TemporaryFolder {
     std::ofstream(path_ / name, std::ios::binary) << bytes;
     return path_ / name;
   }
+  /// Writes a file that can be executed.
+  std::filesystem::path write_script(const std::string& name, const std::string& bytes) const {
+    const auto path = write(name, bytes);
+    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+    return path;
+  }
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
   /// How many files and folders there are in it.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <filesystem>
 #include <string>
 
 #include "support/catch.hpp"
@@ -59,9 +58,8 @@ TEST_CASE("mpirun and mpiexec start launch once on each host, which starts the r
   if (command.empty()) return;
   // As on two hosts.
   const TemporaryFolder folder;
-  const auto script = folder.write(
+  const auto script = folder.write_script(
       "one.sh", fmt::format("#!/bin/sh\nexport {}=0 {}=1\nexec \"$@\"\n", local_rank, local_size));
-  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
   command.insert(command.end() - 2, script);
   command.insert(command.end(), {"--nproc", "2"});
   const auto result =
@@ -139,8 +137,7 @@ TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MA
     return;
   }
   const TemporaryFolder folder;
-  const auto script = folder.write("agent.sh", hosts.remote_shell("B"));
-  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  const auto script = folder.write_script("agent.sh", hosts.remote_shell("B"));
   const bool open_mpi = launcher == "mpirun.openmpi";
   const auto ended = [&](const Strings& variables, const std::string& started, const std::string& mode) {
     Strings command{path};

@@ -52,8 +52,8 @@ inline constexpr auto fields_of<Event> = std::tuple{
 /// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
 /// since the first one has become known. A rank that dies makes other ranks fail, and their reports may arrive before its
 /// death is seen. So a killed process ranks before all others, a cause before a consequence, and otherwise
-/// the earlier failure first. A consequence waits for its cause. The store is told of causes alone, by ranks
-/// that already wait no longer: for it the first that arrives is decided at once.
+/// the earlier failure first. A consequence waits for its cause. Ranks tell the store no consequences, so the first failure
+/// that reaches the store is the first of the run.
 inline const Failure* first_failure(const std::vector<Failure>& failures, std::chrono::nanoseconds waited) {
   const auto order = [](const Failure& failure) {
     if (failure.kind == FailureKind::died && failure.code == 128 + SIGKILL) return 0;
