@@ -5,9 +5,11 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/files.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace calls_fault_test {
 
@@ -67,6 +69,20 @@ TEST_CASE("ranks in different calls are told which, and a rank that ends early i
     says(processes[i]->error(), cases[i].texts);
     CHECK(lockstep_test::processes_left(processes[i]->marker()) == 0);
   }
+}
+
+TEST_CASE("no result of calls that differ is written or returned") {
+  const TemporaryFolder folder;
+  const auto path = folder.write("model.pt", "the last good model");
+  for (const std::string& mode : {"save " + path.string(), std::string("evaluate"), std::string("fit")}) {
+    CAPTURE(mode);
+    const auto run = lockstep_test::run(
+        {lockstep_test::test_program("calls_program"), "--nproc", "2", "reduce, then " + mode});
+    CHECK(run.code == 1);
+    CHECK(run.out.empty());
+    says(run.error, {"the ranks disagree on collective #", "rank 1 called all_reduce of sum, [4] int32"});
+  }
+  CHECK(lockstep::read_file(path) == "the last good model");
 }
 
 TEST_CASE("without a launcher a rank that ends early is the culprit") {

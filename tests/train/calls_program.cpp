@@ -5,11 +5,14 @@
 #include <torch/torch.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "lockstep/comm/cpu_comm.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/averaging.hpp"
 #include "lockstep/report/run_report.hpp"
@@ -99,6 +102,30 @@ void train_by_hand(const lockstep::World& world, const std::string& mode) {
   if (mode == "break, then save") lockstep::save_model(*net, "/nowhere/model.pt", comm);
 }
 
+// Rank 1 reduces as many bytes of another dtype, which Gloo adds all the same. Then a result is written or returned.
+void use_wrong_result(const lockstep::World& world, const std::string& mode) {
+  lockstep::GlooComm comm{world};
+  const auto reduce = [&](lockstep::GlooComm& comm) {
+    comm.all_reduce(torch::ones({4}, world.rank() == 1 ? torch::kInt : torch::kFloat)).synchronize();
+  };
+  torch::manual_seed(1);
+  auto net = make_net(false);
+  const auto data = curve(16);
+  if (mode.starts_with("reduce, then save ")) {
+    reduce(comm);
+    lockstep::save_model(*net, mode.substr(18), comm);
+  } else if (mode == "reduce, then evaluate") {
+    lockstep::evaluate(net, comm, data, {.batch_size = 16}, [&](const torch::Tensor& output, const auto&) {
+      reduce(comm);
+      return output.sum();
+    });
+  } else {
+    lockstep::Trainer trainer{world, {.epochs = 1, .progress = false}, net, std::move(comm)};
+    trainer.fit(data, squared_error, lockstep::OnEpoch{[&](const auto&) { reduce(trainer.comm()); }});
+  }
+  std::puts("used");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -106,6 +133,8 @@ int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     if (mode.starts_with("start"))
       come_late(world, mode);
+    else if (mode.starts_with("reduce"))
+      use_wrong_result(world, mode);
     else if (mode == "two trainers")
       train_two(world);
     else if (mode.starts_with("evaluate") || mode.starts_with("load"))

@@ -130,10 +130,22 @@ std::vector<std::string> agree(C& comm, Local&& local) {
   return outcomes;
 }
 
-/// Runs `local()`, as for `agree`, on rank 0 alone and returns its result on every rank.
+namespace detail {
+
+/// Compares all collectives of the ranks so far. Throws MismatchError on every rank if they differ. Collective and blocking.
+template <Communicator C>
+void compare_calls(C& comm) {
+  if (comm.size() > 1) static_cast<void>(comm.all_gather_bytes({}));
+}
+
+}  // namespace detail
+
+/// Runs `local()`, as for `agree`, on rank 0 alone and returns its result on every rank. Compares the ranks' collectives so
+/// far before: rank 0 writes no file for ranks that have made different calls.
 template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");
+  detail::compare_calls(comm);
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
   if (outcome.starts_with('-'))
     throw detail::CollectiveError<E>(detail::failures_text({outcome}, detail::RankNames(comm)), comm.size());

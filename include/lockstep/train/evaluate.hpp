@@ -372,7 +372,9 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
           output = detail::call_model(model, batch.data);
         std::apply([&](auto&... each) { (each.add(model, output, batch), ...); }, measurements);
       }
-      return detail::results_of(comm, measurements);
+      auto measured = detail::results_of(comm, measurements);
+      detail::compare_calls(comm);  // a metric or the model may have collectives
+      return measured;
     });
     if constexpr (sizeof...(Metrics) == 1)
       return std::get<0>(std::move(results));

@@ -175,7 +175,7 @@ class Group {
   }
 
   /// Fails every later call of the group on all ranks, with `reason` or with the error by which it has failed here,
-  /// and ends the work in flight. An empty reason is that of an exception. Takes at most 1 s.
+  /// and ends the work in flight, on a thread. An empty reason is that of an exception. Does not block.
   void abort(const std::string& reason) noexcept {
     const bool first = keep_error(std::make_exception_ptr(
         CommunicationError("the communicator was aborted: " + (reason.empty() ? by_exception : reason))));

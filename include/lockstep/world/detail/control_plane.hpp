@@ -52,12 +52,24 @@ class ControlPlane {
     if (!plane) known = plane = std::make_shared<ControlPlane>(rank, connection, end);
     return plane;
   }
-  /// Returns the text about ranks that have made different calls, empty if the store finds none within 2.5 s: the other
-  /// ranks report within half a second.
-  LOCKSTEP_PROCESS_WIDE static std::string different_calls_of_process() {
+  /// Returns the failure of ranks that have made different calls if the store finds it within 2.5 s: the other ranks report
+  /// within half a second.
+  LOCKSTEP_PROCESS_WIDE static std::optional<Failure> different_calls_of_process() {
     for (const auto end = Clock::now() + mismatch_timeout; const auto& plane : of_process())
-      if (const auto failure = plane->await_mismatch(end)) return failure->message;
-    return {};
+      if (auto failure = plane->await_mismatch(end)) return failure;
+    return std::nullopt;
+  }
+  /// Returns the failure of ranks whose calls differ from those of this process as it ends, by the departures that it knows.
+  /// For a process that outlives the store.
+  LOCKSTEP_PROCESS_WIDE static std::optional<Failure> different_ends_of_process() {
+    for (const auto& plane : of_process()) {
+      const std::lock_guard lock(plane->mutex_);
+      for (const auto& group : plane->groups_)
+        if (auto found = plane->view_.different_end(group->name, group->position(), group->mark().hash);
+            found && !group->failed)
+          return found;
+    }
+    return std::nullopt;
   }
   /// Reports to a store for the last time, as this process ends. Returns where it is in the groups that it has not left.
   LOCKSTEP_PROCESS_WIDE static std::vector<RankPosition> last_positions(const StoreConnection* store) {
@@ -86,8 +98,10 @@ class ControlPlane {
     }
     connection_->wake();
     thread_.join();
-    const std::lock_guard lock(registry().first);  // another one may have subscribed since
-    if (registry().second[connection_.get()].expired()) connection_->post(StoreOperation::subscribe, -1);
+    // Another one may have subscribed since. It does so again: this one may have taken what was for it.
+    const std::lock_guard lock(registry().first);
+    const bool last = registry().second[connection_.get()].expired();
+    connection_->post(StoreOperation::subscribe, last ? -1 : rank_);
   }
   ControlPlane(const ControlPlane&) = delete;
   ControlPlane& operator=(const ControlPlane&) = delete;

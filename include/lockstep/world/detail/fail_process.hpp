@@ -149,9 +149,13 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
         failure = failure_of(std::current_exception());
         // Gloo throws on a thread of its own where the calls of the ranks differ in the size of their data.
         if (classify(failure.message).kind == ForeignError::other_sizes)
-          if (auto calls = at_most(line_limit, std::string(), &ControlPlane::different_calls_of_process);
-              !calls.empty())
-            failure.message = std::move(calls);
+          if (auto calls =
+                  at_most(line_limit, std::optional<Failure>(), &ControlPlane::different_calls_of_process)) {
+            failure.kind = calls->kind;
+            failure.cause = calls->cause;
+            failure.call = calls->call;
+            failure.message = std::move(calls->message);
+          }
       } catch (...) {
         if (failure.message.empty()) failure.message = "out of memory";  // short enough to need no allocation
       }

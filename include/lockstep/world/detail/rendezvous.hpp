@@ -206,11 +206,17 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
 /// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
 /// host has failed. Other ranks may still read a failure. Returns the exit code of a run that has ended `well`: not 0, after
 /// an error line, if the ranks' calls differ.
-inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
+inline int outlive_ranks(StoreConnection& connection, int size, bool well) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
   for (;; std::this_thread::sleep_for(first_retry_pause)) {
-    const RunSummary run = RunClient(connection, last_request_timeout).summary();
+    RunSummary run;
+    try {
+      run = RunClient(connection, last_request_timeout).summary();
+    } catch (const StoreLost&) {  // nobody reads it any more
+      return 0;
+    } catch (const StoreError&) {  // slow: its host is short of cores
+    }
     const bool over =
         (run.ended >= static_cast<std::size_t>(size) && !run.dispute) || Clock::now() >= deadline;
     if (!over && !(well && run.failure)) continue;
@@ -220,8 +226,6 @@ inline int outlive_ranks(StoreConnection& connection, int size, bool well) try {
     if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", run.failure->message.c_str());
     return run.failure->code;
   }
-} catch (const StoreError&) {  // the store is unreadable: stop waiting
-  return 0;
 }
 
 /// Returns a text on demand; an empty one where nothing is to be said yet.

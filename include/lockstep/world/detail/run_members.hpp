@@ -96,7 +96,8 @@ class RunMembers {
     const auto lasts = in.value<bool>();
     const auto bound = bound_.find(asker.connection);
     if (!in.whole() || (bound == bound_.end() && !name.empty())) return false;
-    if (name.size() > max_key_bytes || meetings_.size() >= max_meetings) return false;
+    if (name.size() > max_key_bytes || ranks.size() > most_ranks || meetings_.size() >= max_meetings)
+      return false;
     if (made_.contains(name)) {  // a rank whose wait ended too early asks again
       out_.reply(asker, encoded(Meeting{}));
       return true;
@@ -120,6 +121,7 @@ class RunMembers {
   /// Serves StoreOperation::members. Returns false if it is malformed, or its answer too large.
   [[nodiscard]] bool describe(const Asker& asker, FrameReader& in) {
     const auto ranks = in.value<std::vector<int>>();
+    if (ranks.size() > most_ranks) return false;
     std::vector<KnownRank> known;
     if (ranks.empty())
       for (const auto& [rank, one] : members_) known.push_back(one);

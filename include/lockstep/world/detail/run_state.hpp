@@ -159,7 +159,8 @@ class RunState {
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
   bool publish(const Event& event) {
-    if (event.rank < -1 || event.rank >= most_ranks) return false;
+    const bool of_rank = event.kind == Event::connected || event.kind == Event::ended;
+    if (event.rank < (of_rank ? 0 : -1) || event.rank >= most_ranks) return false;
     switch (event.kind) {
       case Event::connected:
         members_.of(event.rank).connected = true;
@@ -240,6 +241,7 @@ class RunState {
     std::vector<std::uint64_t> asked;
     const auto ranks = in.value<std::vector<int>>();
     const auto asks = in.value<bool>();
+    if (ranks.size() > most_ranks) return false;
     for (const int rank : ranks) {
       RankReport& one = answers.emplace_back();
       if (group == comparisons_.end()) {

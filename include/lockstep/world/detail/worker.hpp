@@ -76,7 +76,9 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
           if (getpid() != ending_process) return;  // a forked child exits
           const int own = at_most(code == 0 ? exit_limit : last_request_timeout, code,
                                   [code] { return ending_rank.load()->end(code, false); });
-          if (own != code) _exit(own);
+          if (own == code) return;
+          at_most(flush_limit, [] { std::fflush(nullptr); });  // what the C library would do next
+          _exit(own);
         },
         nullptr);
     if (report_descriptor() < 0) announce_signals();
