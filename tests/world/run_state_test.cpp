@@ -22,10 +22,30 @@ using Fill = std::function<void(FrameWriter&)>;
 
 constexpr Duration heartbeat = 20s;
 
-enum class Fault { none, killed, stopped, cut, throws, other_call, leaves, never_joins, ends_early, late };
-constexpr Fault faults[] = {Fault::none,       Fault::killed,     Fault::stopped, Fault::cut,
-                            Fault::throws,     Fault::other_call, Fault::leaves,  Fault::never_joins,
-                            Fault::ends_early, Fault::late};
+enum class Fault {
+  none,
+  killed,
+  stopped,
+  cut,
+  throws,
+  other_call,
+  exits_after_other_call,
+  leaves,
+  never_joins,
+  ends_early,
+  late
+};
+constexpr Fault faults[] = {Fault::none,
+                            Fault::killed,
+                            Fault::stopped,
+                            Fault::cut,
+                            Fault::throws,
+                            Fault::other_call,
+                            Fault::exits_after_other_call,
+                            Fault::leaves,
+                            Fault::never_joins,
+                            Fault::ends_early,
+                            Fault::late};
 
 // Writes the request of a rank that comes to a meeting.
 Fill meets(const std::string& name, bool lasts, const std::vector<int>& ranks = {}) {
@@ -41,6 +61,8 @@ class Simulation {
     fault_call_ = draw(1, calls);
     gloo_ = draw(0, 1) == 1;
     slow_ = draw(0, 9) == 0;
+    exits_ = draw(0, 3) == 0;
+    mixes_ = draw(0, 1) == 1;
     for (int rank = 0; rank < size; ++rank) {
       ranks_.push_back(std::make_unique<Rank>(rank));
       const bool is_late = fault_ == Fault::late && rank == culprit_;
@@ -78,21 +100,30 @@ class Simulation {
       if (!gone) REQUIRE(rank->ended);
       if (rank->ended && fault_at_) REQUIRE(rank->ended_at - *fault_at_ < heartbeat + 20s);
       // Calls that differ may be found after the last: then the run ends by the summary's failure.
-      if (rank->ended && fault_ != Fault::other_call)
+      const bool late = fault_ == Fault::other_call || (mixes_ && fault_call_ == calls_);
+      if (rank->ended && !(calls_differ() && late))
         REQUIRE((rank->code != 0) == (fails() && !(rank->culprit && ends_well())));
     }
-    REQUIRE(summary.failure.has_value() == (fails() && fault_ != Fault::never_joins && !ends_well()));
+    // The others may have gone on, and end since the culprit has left before they have told the store of its last call.
+    if (fault_ == Fault::exits_after_other_call && mixes_ && fault_call_ < calls_ && !summary.failure) return;
+    REQUIRE(summary.failure.has_value() ==
+            (fails() && fault_ != Fault::never_joins && (!ends_well() || calls_differ())));
     if (!summary.failure) return;
     if (summary.failure->kind == FailureKind::mismatch)
       REQUIRE((summary.failure->rank == culprit_ || summary.failure->cause == culprit_));
     else
       REQUIRE(summary.failure->rank == culprit_);
-    REQUIRE((summary.failure->kind == FailureKind::mismatch) == (fault_ == Fault::other_call));
+    REQUIRE((summary.failure->kind == FailureKind::mismatch) == calls_differ());
   }
 
   [[nodiscard]] bool fails() const { return fault_ != Fault::none && fault_ != Fault::late; }
   // The culprit ends with exit code 0 while the others still wait for it.
-  [[nodiscard]] bool ends_well() const { return fault_ == Fault::leaves || fault_ == Fault::ends_early; }
+  [[nodiscard]] bool ends_well() const {
+    return fault_ == Fault::leaves || fault_ == Fault::ends_early || fault_ == Fault::exits_after_other_call;
+  }
+  [[nodiscard]] bool calls_differ() const {
+    return fault_ == Fault::other_call || fault_ == Fault::exits_after_other_call;
+  }
   // Messages and bytes to and from one rank, the most of any, and of the store.
   struct Traffic {
     std::uint64_t messages = 0, bytes = 0;
@@ -117,7 +148,7 @@ class Simulation {
     Time last_up{}, last_down{};  // when the last message of a direction arrives
     std::map<std::uint64_t, std::function<void(std::string_view)>> replies;
     bool culprit = false, alive = true, open = false, joined = false, reads = true, ended = false,
-         waits = false, met = false;
+         waits = false, met = false, in_group = false;
     int code = 0;
     Time ended_at{};
     std::uint64_t call = 0, hash = 0, reported = ~std::uint64_t{0};
@@ -244,6 +275,7 @@ class Simulation {
         return end(rank, 1);
       }
       publish(rank, {.kind = Event::connected, .rank = rank.number});
+      rank.in_group = true;
       report_often(rank);
       compute(rank);
     };
@@ -267,18 +299,20 @@ class Simulation {
   void enter(Rank& rank) {
     if (!acts(rank)) return;
     if (rank.call == calls_) return leave(rank);
-    if (rank.culprit && rank.call + 1 == fault_call_ && fault_ != Fault::other_call) return fail(rank);
-    const bool other = rank.culprit && fault_ == Fault::other_call && rank.call + 1 == fault_call_;
+    if (rank.culprit && rank.call + 1 == fault_call_ && !calls_differ()) return fail(rank);
+    const bool other = rank.culprit && calls_differ() && rank.call + 1 == fault_call_;
     if (other) fault_at_ = now_;
     const std::string content = other ? "broadcast" : "all_reduce";
     rank.hash = next_hash(hash_of(content, rank.hash), 0);
     ++rank.call;
     rank.history.push_back({rank.hash, content, {.operation = content, .sequence = rank.call}});
+    if (other && fault_ == Fault::exits_after_other_call) return fail(rank);
     rank.waits = true;
     look(rank);
     if (rank.ended) return;
-    const auto present =
-        std::count_if(ranks_.begin(), ranks_.end(), [&](const auto& one) { return one->call >= rank.call; });
+    const auto present = std::count_if(ranks_.begin(), ranks_.end(), [&](const auto& one) {
+      return one->call >= rank.call && (mixes_ || one->history[rank.call - 1].hash == rank.hash);
+    });
     if (present == size_) {
       for (auto& one : ranks_)
         if (one->waits && one->call == rank.call)
@@ -306,6 +340,9 @@ class Simulation {
         return end(rank, 1);
       case Fault::leaves:
         return leave(rank);
+      case Fault::exits_after_other_call:
+        end(rank, 0);
+        break;
       case Fault::stopped:
         rank.reads = false;
         return;
@@ -321,15 +358,22 @@ class Simulation {
       for (auto& one : ranks_) at(45ms, [this, one = one.get()] { break_off(*one); });
   }
   void leave(Rank& rank) {
-    const FailedCall last{.operation = rank.call > 0 ? "all_reduce" : "", .sequence = rank.call};
-    report(rank);
-    publish(rank, {.kind = Event::departed, .rank = rank.number, .group = "g", .position = last});
+    if (!exits_) {
+      report(rank);
+      publish(rank, {.kind = Event::departed, .rank = rank.number, .group = "g", .position = position(rank)});
+      rank.in_group = false;
+    }
     // By hand the process that hosts the store outlives the others: here it is a launcher.
     end(rank, 0);
   }
   void end(Rank& rank, int code) {
     if (rank.ended || !rank.alive) return;
-    publish(rank, {.kind = Event::ended, .rank = rank.number, .failure = {.code = code}});
+    std::vector<RankPosition> last;  // as of WorldState::end
+    if (code == 0 && rank.in_group) {
+      report(rank);
+      last = {{"g", position(rank)}};
+    }
+    publish(rank, {.kind = Event::ended, .rank = rank.number, .failure = {.code = code}, .last = last});
     rank.ended = true;
     rank.code = code;
     rank.ended_at = now_;
@@ -341,6 +385,9 @@ class Simulation {
     connections_.erase(rank.connection);
   }
 
+  static FailedCall position(const Rank& rank) {
+    return rank.history.empty() ? FailedCall{} : rank.history.back().call;
+  }
   void report_often(Rank& rank) {
     if (!acts(rank)) return;
     report(rank);
@@ -350,7 +397,7 @@ class Simulation {
     std::vector<CallMarks> marks;
     if (std::exchange(rank.reported, rank.call) != rank.call)
       marks.push_back({"g", static_cast<std::uint64_t>(size_), {{rank.call, rank.hash}}});
-    const std::vector<RankPosition> positions{{"g", {.operation = "all_reduce", .sequence = rank.call}}};
+    const std::vector<RankPosition> positions{{"g", position(rank)}};
     send(rank, StoreOperation::report, [&](FrameWriter& out) { out.value(positions).value(marks); });
   }
   void take_push(Rank& rank, StorePush kind, FrameReader& in) {
@@ -438,6 +485,8 @@ class Simulation {
   std::uint64_t calls_, fault_call_ = 1;
   Fault fault_;
   bool gloo_ = false, slow_ = false;
+  bool exits_ = false;  // ranks end without leaving the group before
+  bool mixes_ = false;  // calls that differ complete
   RunState state_;
   const Time begin_ = Time(1h);
   Time now_ = begin_;
