@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -14,8 +12,6 @@
 
 #include "lockstep/comm/detail/group.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
 #include "lockstep/world/detail/event_log.hpp"
@@ -30,8 +26,7 @@ namespace lockstep::detail {
 ///
 /// After 5 s, and then every 30 s, it asks whether the ranks are in the same collective and still answer; a shorter
 /// heartbeat_timeout() shortens these intervals. It logs a warning that names the late ranks after 30 s, or after
-/// half the timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as
-/// failed.
+/// half the timeout if that is less, but not before 5 s. A rank that is silent for heartbeat_timeout() counts as failed.
 class CallWatch {
  public:
   using Clock = Group::Clock;
@@ -64,7 +59,7 @@ class CallWatch {
     if (auto error = find_silent(answers, gap)) return error;
     for (const auto& [rank, code] : answers.exit_codes)  // its process may live on, to host the store
       if (code >= 0 && needs(rank, answers))
-        return blame(group_.end_of(call_, rank, code, formatted("has ended with exit code {}", code)));
+        return blame(ended_early(rank, group_.world().rank(), group_.place_of(call_), code));
     if (asked_ >= next_warning_) {
       warn(answers);
       next_warning_ = call_.start + 2 * waited();
@@ -101,7 +96,7 @@ class CallWatch {
     if (late.empty()) return obstacle_soon(time_left(2 * look_interval, 2 * news_timeout));
     const auto ended = answers.exit_codes.find(late[0]);
     const int exit_code = ended == answers.exit_codes.end() ? -1 : ended->second;
-    return blame(group_.end_of(call_, late[0], exit_code, text));
+    return blame(ended_early(late[0], group_.world().rank(), group_.place_of(call_), exit_code, text));
   }
 
   /// Blocks on the rank that hosts the store until every rank has left the group or ended. Throws TimeoutError if a
@@ -122,11 +117,7 @@ class CallWatch {
       }
       if (Clock::now() >= end)
         throw group_.timeout_error(
-            call_,
-            formatted("{} is not complete after {}: rank {} hosts the store and waits for {} to leave the "
-                      "communicator '{}'",
-                      call_.text(), duration_text(waited()), group_.world().rank(), listed_ranks(staying),
-                      group_.name()),
+            call_, staying_text(call_.failed(), waited(), group_.world().rank(), staying, group_.name()),
             staying);
       std::this_thread::sleep_for(pause);
     }
@@ -183,17 +174,10 @@ class CallWatch {
       for (const int rank : silent(answers)) all.insert(rank);
     const auto found = silence_.add(all, gap, group_.heartbeat());
     if (!found) return nullptr;
-    const auto time = duration_text(found->second);
     if (found->first == store)
-      return std::make_exception_ptr(group_.timeout_error(
-          call_, lateness_of(waited(), answers) +
-                     formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time)));
-    return blame({.kind = FailureKind::timed_out,
-                  .rank = found->first,
-                  .message = formatted(
-                      "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it "
-                      "in {}: it is stopped, or its host is cut off",
-                      time, call_.text())});
+      return std::make_exception_ptr(
+          group_.timeout_error(call_, group_.silence(call_, waited(), duration_text(found->second))));
+    return blame(silent_for(found->second, found->first, call_.failed()));
   }
   // Publishes the failure of another rank and returns the PeerError of the failure that was published first.
   [[nodiscard]] std::exception_ptr blame(const Failure& failure) {

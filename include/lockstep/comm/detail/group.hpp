@@ -104,21 +104,19 @@ class Group {
         const auto known = plane_->await_failure(met->exit_code != 0 ? news_timeout : Milliseconds(0));
         if (!known || known->store_lost) {
           if (known) notice();
-          const auto code = met->exit_code < 0 ? "" : formatted(" with exit code {}", met->exit_code);
-          std::rethrow_exception(
-              peer_error(end_of(call, met->ended, met->exit_code, "has ended" + code), call));
+          const auto ended = ended_early(met->ended, world_.rank(), place_of(call), met->exit_code);
+          std::rethrow_exception(peer_error(ended, call));
         }
       }
       throw_if_failed(call);
       if (waits) continue;
-      const std::string text = met ? formatted("{} {} not come to make {} after {}", met->missing_text(),
-                                               met->missing == 1 ? "has" : "have", making_text(call),
-                                               duration_text(now - call.start))
-                                   : silence(call, now - call.start);
+      const auto waited = now - call.start;
+      const std::string text = met ? not_come(met->missing_text(), met->missing == 1, place_of(call), waited)
+                                   : silence(call, waited);
       if (now >= end) throw timeout_error(call, text, met ? met->first_missing : std::vector<int>());
       if (met ? met->lowest == world_.rank() : world_.local_rank() == 0)
         world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
-      next_warning = call.start + 2 * (now - call.start);
+      next_warning = call.start + 2 * waited;
     }
   }
 
@@ -191,20 +189,17 @@ class Group {
     if (!plane_) return nullptr;
     seen_.store(plane_->version(), std::memory_order_relaxed);
     if (const auto aborted = plane_->aborted(name())) return peer_error(*aborted, call);
-    if (const auto failure = plane_->failure()) return peer_error(told(*failure, call), call);
+    if (auto failure = plane_->failure()) {
+      if (failure->store_lost)
+        failure->message = store_ended(failure->message, world_.environment(), place_of(call));
+      return peer_error(*failure, call);
+    }
     if (const auto left = plane_->left_before(name(), place_of(call))) return peer_error(*left, call);
     return nullptr;
   }
   /// Returns the PeerError of `call` that names the rank of the failure `first`.
   [[nodiscard]] std::exception_ptr peer_error(const Failure& first, const Call& call) const {
     return error_of(first, world_.rank(), place_of(call));
-  }
-  /// Returns the failure of `rank`, which has ended before `call`. `text` says how, unless it has exit code 0.
-  [[nodiscard]] Failure end_of(const Call& call, int rank, int exit_code, const std::string& text) const {
-    const FailedCall place = place_of(call);
-    if (exit_code == 0) return ended_early(rank, world_.rank(), place);
-    return {
-        .kind = FailureKind::died, .rank = rank, .message = text + " " + waiting_text(world_.rank(), place)};
   }
   /// Returns the error with `text` of a call that has timed out. `late`: the ranks that it has waited for.
   [[nodiscard]] TimeoutError timeout_error(const Call& call, const std::string& text,
@@ -225,13 +220,9 @@ class Group {
     }
     return place;
   }
-  /// Returns the text about a call after `waited` where the store does not answer.
-  [[nodiscard]] std::string silence(const Call& call, Clock::duration waited) const {
-    return formatted(
-        "{} after {}: {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off "
-        "from rank {}: look there, or at the network between them",
-        *call.name == '\0' ? making_text(call) + " is not made" : call.text() + " is not complete",
-        duration_text(waited), store_text(world_.environment()), world_.rank());
+  /// Returns the text about a call after `waited` where the store does not answer. See store_silent.
+  [[nodiscard]] std::string silence(const Call& call, Elapsed waited, const std::string& silent = {}) const {
+    return store_silent(place_of(call), waited, world_.environment(), silent);
   }
   /// Records that the program knows of another rank's failure. See ControlPlane::notice.
   void notice() {
@@ -311,21 +302,6 @@ class Group {
                              world_.rank());
   }
 
-  // Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer".
-  [[nodiscard]] std::string making_text(const Call& call) const {
-    return formatted("the communicator '{}'{}", name(),
-                     call.served.name ? formatted(" in {}", call.served.name) : "");
-  }
-  // The failure as this rank tells it: the rank that hosts the store cannot say why it has ended.
-  [[nodiscard]] Failure told(const KnownFailure& failure, const Call& call) const {
-    Failure first = failure;
-    if (!failure.store_lost) return first;
-    const auto& environment = world_.environment();
-    const bool rank_hosts = !environment.store_is_hosted || environment.store_outlives_attempts;
-    first.message = formatted("{}{}", rank_hosts ? "has ended, and the store with it, " : first.message + " ",
-                              waiting_text(world_.rank(), place_of(call)));
-    return first;
-  }
   void throw_if_failed(const Call& call) {
     if (auto error = obstacle(call)) {
       notice();

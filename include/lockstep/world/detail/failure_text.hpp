@@ -47,19 +47,29 @@ inline std::string waiting_text(int rank, const FailedCall& call) {
   return formatted("while rank {} waits in {}", rank, text_of(call));
 }
 
+using Elapsed = std::chrono::steady_clock::duration;
+
 /// Formats a duration: "250 ms", "6 s".
-inline std::string duration_text(std::chrono::steady_clock::duration time) {
+inline std::string duration_text(Elapsed time) {
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
   return milliseconds < 1000 ? formatted("{} ms", milliseconds) : formatted("{} s", milliseconds / 1000);
 }
 
 /// Returns the failure's text of a rank whose launcher has been stopped for `time`.
-inline std::string stopped_launcher_text(std::chrono::steady_clock::duration time, int launcher) {
+inline std::string stopped_launcher_text(Elapsed time, int launcher) {
   return formatted(
-      "its launcher (pid {}) has been stopped for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds back the output "
-      "of "
-      "its ranks: continue it in time (`kill -CONT {}`)",
+      "its launcher (pid {}) has been stopped for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and holds back "
+      "the output of its ranks: continue it in time (`kill -CONT {}`)",
       launcher, duration_text(time), launcher);
+}
+
+/// Returns the failure of `rank` (`process`), which has ended before any other rank would have noticed it.
+inline Failure ended_unnoticed(int rank, const std::string& process) {
+  return {.kind = FailureKind::died,
+          .rank = rank,
+          .message = formatted("has ended before its first communicator ({}): it was killed, or its "
+                               "connection broke; look at its output, and start all ranks again",
+                               process)};
 }
 
 /// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
@@ -80,8 +90,7 @@ inline std::string cause_text(const Failure& failure) {
                    failure.kind == FailureKind::died ? "" : " failed first:", failure.message);
 }
 
-/// Returns the failure of `rank`, which left a group after its collective `last` while `waiter` waits in
-/// `call`.
+/// Returns the failure of `rank`, which left a group after its collective `last` while `waiter` waits in `call`.
 inline Failure left_early(int rank, const std::string& last, int waiter, const FailedCall& call) {
   return {.kind = FailureKind::left_early,
           .rank = rank,
@@ -89,15 +98,64 @@ inline Failure left_early(int rank, const std::string& last, int waiter, const F
                                equally_many)};
 }
 
-/// Returns the failure of `rank`, which ended with exit code 0 while `waiter` waits in `call`, if that is
-/// known.
-inline Failure ended_early(int rank, int waiter, const FailedCall& call) {
+/// Returns the failure of `rank`, which ended with exit code `code`, -1 if that is unknown, while `waiter` waits in `call`,
+/// if that is known. `seen` says how its end was seen, unless by its code.
+inline Failure ended_early(int rank, int waiter, const FailedCall& call, int code = 0,
+                           std::string seen = {}) {
+  if (seen.empty()) seen = "has ended" + (code < 0 ? "" : formatted(" with exit code {}", code));
+  if (code != 0)
+    return {.kind = FailureKind::died, .rank = rank, .message = seen + " " + waiting_text(waiter, call)};
   const auto where =
       call.operation.empty() ? "while other ranks still communicated with it" : waiting_text(waiter, call);
   return {.kind = FailureKind::left_early,
           .rank = rank,
           .code = 0,
           .message = formatted("rank {} has ended with exit code 0 {}{}", rank, where, equally_many)};
+}
+
+/// Returns the text about the rank that hosts the store, which cannot say why it has ended. `known` is that of its failure.
+inline std::string store_ended(const std::string& known, const Environment& env, const FailedCall& call) {
+  const bool rank_hosts = !env.store_is_hosted || env.store_outlives_attempts;
+  return (rank_hosts ? "has ended, and the store with it," : known) + " " + waiting_text(env.rank, call);
+}
+
+/// Returns the failure of `rank`, which has been silent for `time` while other ranks wait for it in `call`.
+inline Failure silent_for(Elapsed time, int rank, const FailedCall& call) {
+  return {.kind = FailureKind::timed_out,
+          .rank = rank,
+          .message = formatted("it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait "
+                               "for it in {}: it is stopped, or its host is cut off",
+                               duration_text(time), text_of(call))};
+}
+
+/// Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer" of its rendezvous.
+inline std::string making_text(const FailedCall& call) {
+  return "the " + call.label + (call.served.empty() ? "" : " in " + call.served);
+}
+
+/// Returns the text about `ranks` that have not come to the rendezvous `call` after `waited`.
+inline std::string not_come(const std::string& ranks, bool one, const FailedCall& call, Elapsed waited) {
+  return formatted("{} {} not come to make {} after {}", ranks, one ? "has" : "have", making_text(call),
+                   duration_text(waited));
+}
+
+/// Returns the text about `call` after `waited` where the store does not answer, for the time `silent` if that is known.
+inline std::string store_silent(const FailedCall& call, Elapsed waited, const Environment& env,
+                                const std::string& silent) {
+  return formatted(
+      "{} after {}: {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off "
+      "from rank {}: look there, or at the network between them{}",
+      call.operation == rendezvous ? making_text(call) + " is not made" : text_of(call) + " is not complete",
+      duration_text(waited), store_text(env), env.rank,
+      silent.empty() ? "" : ". It has been silent for " + silent + " (LOCKSTEP_HEARTBEAT_TIMEOUT)");
+}
+
+/// Returns the text about `call` after `waited`, in which rank `host` hosts the store and `ranks` have not left `group`.
+inline std::string staying_text(const FailedCall& call, Elapsed waited, int host,
+                                const std::vector<int>& ranks, const std::string& group) {
+  return formatted(
+      "{} is not complete after {}: rank {} hosts the store and waits for {} to leave the communicator '{}'",
+      text_of(call), duration_text(waited), host, listed_ranks(ranks), group);
 }
 
 /// Returns the text about two ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank
@@ -248,8 +306,7 @@ inline std::exception_ptr error_of(Failure first, int rank, const FailedCall& ca
   return std::make_exception_ptr(MismatchError(std::move(first)));
 }
 
-/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's begins with its
-/// cause.
+/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's begins with its cause.
 inline std::string headline(const Failure& failure, std::string_view reporter) {
   const FailureKind kind = failure.kind;
   if (kind == FailureKind::usage || kind == FailureKind::mismatch) return failure.message;

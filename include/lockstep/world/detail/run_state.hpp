@@ -16,7 +16,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/call_history.hpp"
 #include "lockstep/world/detail/event_log.hpp"
-#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/run_members.hpp"
@@ -216,13 +215,7 @@ class RunState {
     const auto& member = members_.of(rank);
     const Meeting all = members_.meeting();
     if (member.exit_code || member.connected || (all.over() && !all.met())) return;
-    publish({.kind = Event::failed,
-             .failure = {
-                 .kind = FailureKind::died,
-                 .rank = rank,
-                 .message = formatted("has ended before its first communicator ({}): it was killed, or its "
-                                      "connection broke; look at its output, and start all ranks again",
-                                      member.identity.value_or(RankIdentity{}).process)}});
+    publish({.failure = ended_unnoticed(rank, member.identity.value_or(RankIdentity{}).process)});
   }
 
   void unsubscribe(std::uint64_t connection) {
