@@ -8,7 +8,6 @@ or leave this header out"
 #endif
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <new>

@@ -121,8 +121,7 @@ class BackendGroup final : public Group {
               : is_own_ ? (backend_name == "shm" ? "shared memory" : "MPI")
                         : formatted("the backend '{}'", backend_name),
               options_.device.type()};
-    // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the
-    // store.
+    // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the store.
     if (plane() && !state_of(world).communicates.exchange(true))
       plane()->publish({.kind = Event::connected, .rank = world.rank()});
     if (!on_host()) watch_ = std::jthread([this](const std::stop_token& stop) { watch_operations(stop); });
@@ -415,8 +414,7 @@ class BackendGroup final : public Group {
   }
 
   // Ends the operations in flight after a failure. On the host not of a backend that the program may share;
-  // nor at a timeout, which leaves that to the destructor: a rank that has come later may still find who is
-  // late.
+  // nor at a timeout, which leaves that to the destructor: a rank that has come later may still find who is late.
   void end_operations() noexcept override try {
     const std::lock_guard lock(mutex_);
     if (!backend_ || ending_ || (on_host() && (!made_ || failure_of(error()).kind == FailureKind::timed_out)))
@@ -523,8 +521,7 @@ class BackendGroup final : public Group {
 /// first one that comes.
 ///
 /// Its name is "lockstep/comm/3" for the fourth one. The number is equal on every rank if all make their
-/// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count
-/// together.
+/// communicators in one order. The store counts them, so that all Worlds and shared objects of a process count together.
 inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const World& world,
                                                  ProcessGroupOptions options,
                                                  c10::intrusive_ptr<c10d::Backend> backend = {}) {

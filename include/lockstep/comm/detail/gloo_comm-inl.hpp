@@ -8,7 +8,6 @@
 #include <sys/socket.h>
 
 #include <chrono>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>

@@ -19,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/call_history.hpp"

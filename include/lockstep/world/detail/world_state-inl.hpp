@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -198,8 +197,7 @@ LOCKSTEP_INLINE bool WorldState::publish(const Failure& failure) {
       joined = false;
     }
   }
-  const bool first =
-      RunClient(*connection(), last_request_timeout).publish({.kind = Event::failed, .failure = failure});
+  const bool first = RunClient(*connection(), last_request_timeout).publish({.failure = failure});
   // The store ends with this process: give the other ranks time to read the failure.
   if (hosts_store()) std::this_thread::sleep_for(reading_grace);
   return first || !joined;
