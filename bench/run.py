@@ -1,6 +1,6 @@
 """Runs the same training in lockstep, in Python DDP and on c10d::Reducer, in turn, and prints a line a figure.
 
-run.py CONFIG [--rounds 7] [--write docs/benchmarks.md] [--only convnet,linear,epoch,parts,compile,instructions]
+run.py CONFIG [--rounds 7] [--write docs/benchmarks.md] [--only convnet,linear,epoch,parts,instructions]
 
 CONFIG is written by CMake (bench/CMakeLists.txt). Each round runs every program once, A B C A B C ..., so that what
 else the machine does meets all of them; a ratio is taken within a round, and the line gives the median of the rounds
@@ -11,11 +11,9 @@ import datetime
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
@@ -25,9 +23,8 @@ from command import first_line
 
 RANKS = 2
 # What lockstep sets out to reach.
-GOALS = {"convnet-step": 0.75, "linear-step": 0.12, "start": 0.06, "epoch": 0.6, "memory": 0.3, "compile-ddp": 1.2,
-         "compile-all": 1.4, "compile-ddp-compiled": 1.1, "optimizer-10": 1.0, "optimizer-300": 1.0, "sampler-set-epoch": 1.2, "sampler-memory": 1.0}
-
+GOALS = {"convnet-step": 0.75, "linear-step": 0.12, "start": 0.06, "epoch": 0.6, "memory": 0.3, "optimizer-10": 1.0, "optimizer-300": 1.0,
+         "sampler-set-epoch": 1.2, "sampler-memory": 1.0}
 
 
 def run(command, environment):
@@ -70,7 +67,7 @@ class Table:
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
         of_others = {"reducer": 1.0, "lockstep-gloo": 1.0, "python-workers0": None,
                      "uncoupled": {"linear-step": 1.4, "convnet-step": 1.05}.get(figure)}
-        goal = of_others.get(other, GOALS.get(re.sub("-(gcc|clang)$", "", figure)))
+        goal = of_others.get(other, GOALS.get(figure))
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
                           statistics.median(theirs) * scale, unit, goal))
 
@@ -145,52 +142,6 @@ def measure_parts(table, config):
                 table.remarks.append(line)
 
 
-def compilers(config):
-    """The compiler of the build, and gcc or clang beside it where there is one, by the suffix of their figures."""
-    found = {"": config["compiler"]}
-    ours = "clang" if "clang" in first_line([config["compiler"], "--version"]) else "gcc"
-    for name, program in (("gcc", "g++"), ("clang", "clang++")):
-        if name != ours and shutil.which(program):
-            found[f"-{name}"] = program
-    return found
-
-
-def compile_times(table, config, rounds):
-    """The compiler's user CPU seconds and peak memory for a file with torch/torch.h and, beside it, with lockstep."""
-    # By figure: what the file includes after torch/torch.h, and its definitions.
-    files = {"torch.h": ([], []), "ddp": (["ddp.hpp"], []), "all": (["lockstep.hpp"], []),
-             "ddp-compiled": (["ddp.hpp"], ["-DLOCKSTEP_COMPILED"]),
-             "all-compiled": (["lockstep.hpp"], ["-DLOCKSTEP_COMPILED"])}
-    # A folder of the compiler's own, given again, would be searched before its place.
-    includes = [part for folder in config["includes"].split("|") if folder and folder != "/usr/include"
-                for part in ("-isystem", folder)]
-    definitions = [f"-D{name}" for name in config["definitions"].split("|") if name]
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, (headers, _) in files.items():
-            with open(f"{scratch}/{name}.cpp", "w") as file:
-                file.write("#include <torch/torch.h>\n")
-                file.writelines(f'#include "lockstep/{header}"\n' for header in headers)
-                file.write("int main() {}\n")
-        for suffix, compiler in compilers(config).items():
-            for _ in range(rounds):
-                for name, (_, own) in files.items():
-                    command = [compiler, "-std=c++20", "-O2", *definitions, *own, *includes, "-c",
-                               f"{scratch}/{name}.cpp", "-o", f"{scratch}/{name}.o"]
-                    process = subprocess.Popen(command)
-                    _, status, usage = os.wait4(process.pid, 0)
-                    if status != 0:
-                        sys.exit(f"FAILED: {' '.join(command)}")
-                    # A compiler driver waits for the compiler itself, so that these are of both together.
-                    for figure in [other for other in files if other != "torch.h"] if name == "torch.h" else [name]:
-                        system = name if name == "torch.h" else "lockstep"
-                        table.add(f"compile-{figure}{suffix}", system, usage.ru_utime)
-                        table.add(f"compile-memory-{figure}{suffix}", system, usage.ru_maxrss)
-            for figure in files:
-                if figure != "torch.h":
-                    table.ratio(f"compile-{figure}{suffix}", "lockstep", "torch.h", "s")
-                    table.ratio(f"compile-memory-{figure}{suffix}", "lockstep", "torch.h", "MiB", 1 / 1024)
-
-
 def count_instructions(table, config, environment):
     for what in ("linear", "convnet"):
         found = instructions.a_step(config["lockstep"], RANKS, what, environment)
@@ -262,7 +213,7 @@ def write(path, table, config, rounds, digits):
     lines += ["", f"Missed: {', '.join(missed)}." if missed else "No goal was missed."]
     lines += [
         "", f"Measured on {datetime.date.today()}: {machine()}; {first_line([config['compiler'], '--version'])}; flags",
-        f"`{config['flags']}` (compile times: `-O2`); {torch_version}; {rounds} rounds.", "",
+        f"`{config['flags']}`; {torch_version}; {rounds} rounds.", "",
         "- convnet-step, linear-step: the median step of the slower rank. The 29,034-parameter network of the MNIST",
         "  example, and `Linear(20, 1)`; batches of 32 in memory; SGD.",
         "- start: from the start of the process to the end of the first step of the slower rank, ConvNet; Python",
@@ -272,9 +223,6 @@ def write(path, table, config, rounds, digits):
         "- memory: the most resident memory of the larger rank, ConvNet.",
         "- exposed: the part of the time in which buckets travel that backward does not hide, as `ddp.report()` tells it;",
         "  ConvNet in buckets of 32 KiB.",
-        "- compile-ddp: the compiler's user CPU time for a file with torch/torch.h and lockstep/ddp.hpp, beside one with",
-        "  torch/torch.h alone; compile-all: with lockstep/lockstep.hpp; -compiled: with LOCKSTEP_COMPILED; -clang: by",
-        f"  {first_line(['clang++', '--version']) if shutil.which('clang++') else 'clang'}. compile-memory: the compiler's peak memory.",
         "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
     ]
     others = "\n## The control plane\n"  # what follows is of other programs
@@ -292,7 +240,7 @@ def main():
     parser.add_argument("config")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write")
-    parser.add_argument("--only", default="convnet,linear,epoch,parts,compile,instructions")
+    parser.add_argument("--only", default="convnet,linear,epoch,parts,instructions")
     given = parser.parse_args()
     with open(given.config) as file:
         config = json.load(file)
@@ -310,8 +258,6 @@ def main():
         train_epoch(table, config, environment, given.rounds, folder)
     if "parts" in only:
         measure_parts(table, config)
-    if "compile" in only:
-        compile_times(table, config, max(1, given.rounds // 2))
     if given.write:  # and once more with the instructions, which take the longest
         write(given.write, table, config, given.rounds, digits)
     if "instructions" in only:
