@@ -1,8 +1,10 @@
 """The training that is measured, in Python's DistributedDataParallel; the same as common.hpp.
 
 torchrun ... python_ddp.py convnet|linear STEPS WARMUP, or python_ddp.py --spawn N ...; epoch FOLDER WORKERS.
+`lockstep FOLDER` stands before: over the shared memory of lockstep's backend, whose extension (python_backend.cpp) lies in FOLDER.
 """
 import gzip
+import hashlib
 import json
 import os
 import statistics
@@ -82,11 +84,16 @@ def make_step(what):
         value.backward()
         optimizer.step()
 
-    return step
+    return model, step
+
+
+def bits(model):
+    """A hash of the parameters and buffers."""
+    return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())).hexdigest()
 
 
 def time_steps(rank, what, steps, warmup):
-    step = make_step(what)
+    model, step = make_step(what)
     torch.manual_seed(100 + rank)
     data = torch.rand(32, 20) if what == "linear" else torch.rand(32, 1, 28, 28)
     target = torch.rand(32, 1) if what == "linear" else torch.randint(10, (32,))
@@ -99,11 +106,11 @@ def time_steps(rank, what, steps, warmup):
             first = end
         if i >= warmup:
             times.append(end - begin)
-    report(rank, first_step_at=first, step=statistics.median(times))
+    report(rank, first_step_at=first, step=statistics.median(times), bits=bits(model))
 
 
 def time_epoch(rank, folder, workers):
-    step = make_step("convnet")
+    _, step = make_step("convnet")
     data = Digits(folder)
     sampler = torch.utils.data.distributed.DistributedSampler(data)
     generator = torch.Generator()
@@ -118,7 +125,15 @@ def time_epoch(rank, folder, workers):
 
 
 def main(words):
-    dist.init_process_group("gloo")
+    if words[0] == "lockstep":
+        sys.path.insert(0, words[1])
+        import bench_python_backend
+
+        dist.Backend.register_backend("lockstep", bench_python_backend.create, devices=["cpu"])
+        dist.init_process_group("lockstep")
+        words = words[2:]
+    else:
+        dist.init_process_group("gloo")
     if words[0] == "epoch":
         time_epoch(dist.get_rank(), words[1], int(words[2]))
     else:

@@ -65,7 +65,7 @@ class Table:
         ratios = [a / b for a, b in zip(mine, theirs)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
-        of_others = {"reducer": 1.0, "lockstep-gloo": 1.0, "python-workers0": None,
+        of_others = {"reducer": 1.0, "lockstep-gloo": 1.0, "python-workers0": None, "python-shm": None,
                      "uncoupled": {"linear-step": 1.4, "convnet-step": 1.05}.get(figure)}
         goal = of_others.get(other, GOALS.get(figure))
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
@@ -82,16 +82,20 @@ def systems(config, environment, arguments):
     }
     if config["python"]:
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "python_ddp.py")
-        found["torchrun"] = [config["python"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                             str(RANKS), script, *arguments]
+        torchrun = [config["python"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), script]
+        found["torchrun"] = [*torchrun, *arguments]
+        if config["python_backend"]:
+            found["python-shm"] = [*torchrun, "lockstep", config["python_backend"], *arguments]
         found["spawn"] = [config["python"], script, "--spawn", str(RANKS), *arguments]
     return found
 
 
 def train_steps(table, config, environment, rounds, what, steps, warmup):
+    bits = {}
     for _ in range(rounds):
         for system, command in systems(config, environment, [what, str(steps), str(warmup)]).items():
             reports = run(command, environment)
+            bits[system] = {report["rank"]: report.get("bits") for report in reports}
             step = max(report["step"] for report in reports)
             start = max(report["start"] for report in reports)
             peak = max(report["peak_kib"] for report in reports)
@@ -99,7 +103,9 @@ def train_steps(table, config, environment, rounds, what, steps, warmup):
             if what == "convnet":
                 table.add("start", system, start)
                 table.add("memory", {"torchrun": "python"}.get(system, system), peak)
-    for other in ("uncoupled", "python", "reducer", "lockstep-gloo"):
+    if "python-shm" in bits and bits["python-shm"] != bits["torchrun"]:
+        sys.exit(f"FAILED: {what} in Python has other bits over lockstep's backend than over Gloo")
+    for other in ("uncoupled", "python", "python-shm", "reducer", "lockstep-gloo"):
         table.ratio(f"{what}-step", "lockstep", other, "ms", 1e3)
     if what == "convnet":
         table.ratio("start", "lockstep", "torchrun", "s")
@@ -184,7 +190,7 @@ def write(path, table, config, rounds, digits):
         "# Benchmarks", "",
         "The same training in lockstep, in Python's DistributedDataParallel and in C++ on `c10d::Reducer` (Python's own",
         f"engine), {RANKS} ranks on one machine, one thread each, run in turn: lockstep in shared memory (CpuComm) and over Gloo, the",
-        "others over Gloo, and two loops that do not talk (uncoupled). A ratio below 1 is in lockstep's favour; it",
+        "others over Gloo (python-shm: over lockstep's backend), and two loops that do not talk (uncoupled). A ratio below 1 is in lockstep's favour; it",
         "is the median over the rounds, with the smallest and the largest in brackets. Repeat it with", "",
         "```sh", "cmake --workflow --preset bench", "```", "",
         record.comment("cmake --workflow --preset bench", "time, CPU", page=True), "",
@@ -216,6 +222,8 @@ def write(path, table, config, rounds, digits):
         f"`{config['flags']}`; {torch_version}; {rounds} rounds.", "",
         "- convnet-step, linear-step: the median step of the slower rank. The 29,034-parameter network of the MNIST",
         "  example, and `Linear(20, 1)`; batches of 32 in memory; SGD.",
+        "- python-shm: Python's DDP over lockstep's shared memory (bench/python_backend.cpp), with the bits of Python's DDP over Gloo.",
+        "  Its all-reduce blocks, which costs no overlap here: both models have one bucket.",
         "- start: from the start of the process to the end of the first step of the slower rank, ConvNet; Python",
         "  started by torchrun and by mp.spawn.",
         f"- epoch: the second of two epochs over {digits}, loading included. Python loads as the tutorial does, with 4",
@@ -248,6 +256,8 @@ def main():
     only, table, digits = given.only.split(","), Table(), "no digits"
     if not config["python"]:
         print("SKIPPED the figures beside Python: no Python with the torch package (set LOCKSTEP_PYTHON)")
+    elif not config["python_backend"]:
+        print("SKIPPED Python's DDP over lockstep's backend: no Python.h, libtorch_python.so or pybind11")
     if "convnet" in only:
         train_steps(table, config, environment, given.rounds, "convnet", 100, 20)
         train_overlap(table, config, environment, given.rounds)
