@@ -86,15 +86,14 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
 }
 
-/// Throws UsageError if `--nproc` has started another number of processes than `--gpu` names GPUs.
+/// Throws UsageError if this host runs another number of processes than `--gpu` names GPUs.
 void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
-  const auto env = world.environment();
   const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
-  const bool by_nproc = env.launcher == "--nproc" || (env.size == 1 && env.launcher.empty());
-  if (by_nproc && env.local_size != gpus)
+  if (world.local_size() != gpus)
     throw lockstep::UsageError(
-        fmt::format("--nproc {} contradicts --gpu {}, which starts a process for each GPU: leave --nproc out",
-                    env.local_size, gpu));
+        fmt::format("--gpu {} names {} GPUs, but this host runs {} processes: leave --nproc out, or start a "
+                    "process for each GPU",
+                    gpu, gpus, world.local_size()));
 }
 
 int main(int argc, char** argv) {

@@ -45,7 +45,8 @@ struct Run {
 torch::Device local_device([[maybe_unused]] const lockstep::World& world) {
 #ifdef LOCKSTEP_HAS_CUDA
   const int gpus = c10::cuda::device_count();
-  if (lockstep::detail::choose_device(world.environment(), gpus, std::nullopt) == lockstep::DeviceKind::gpu) {
+  const auto place = lockstep::detail::state_of(world).current_environment();
+  if (lockstep::detail::choose_device(place, gpus, std::nullopt) == lockstep::DeviceKind::gpu) {
     const auto index = static_cast<c10::DeviceIndex>(world.local_rank() % gpus);
     c10::cuda::set_device(index);
     return {torch::kCUDA, index};

@@ -3,6 +3,7 @@
 #ifndef LOCKSTEP_COMPILED
 #define LOCKSTEP_COMPILED
 #endif
+#define LOCKSTEP_INSTANTIATES
 
 #include "lockstep/comm/detail/agreement-inl.hpp"
 #include "lockstep/comm/detail/gloo_comm-inl.hpp"
@@ -10,6 +11,7 @@
 #include "lockstep/comm/detail/shm_comm-inl.hpp"
 #include "lockstep/detail/files-inl.hpp"
 #include "lockstep/detail/format-inl.hpp"
+#include "lockstep/detail/instantiations.hpp"
 #include "lockstep/detail/json-inl.hpp"
 #include "lockstep/grad/detail/model-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"

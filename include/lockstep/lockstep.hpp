@@ -56,7 +56,10 @@
 #include "lockstep/train/stop_on_signal.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/train/trainer_options.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch.hpp"
 #include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"
+
+#ifdef LOCKSTEP_COMPILED
+#include "lockstep/detail/instantiations.hpp"
+#endif

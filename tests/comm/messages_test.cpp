@@ -187,11 +187,7 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
   for (int rank = 0; rank < size; ++rank) all_ranks.push_back(rank);
   for (int rank = 0; rank < size; ++rank)
     ranks.emplace_back([&, rank] {
-      lockstep::Environment environment;
-      environment.rank = environment.local_rank = rank;
-      environment.size = environment.local_size = size;
-      environment.rendezvous = fmt::format("tcp://127.0.0.1:{}", port);
-      const lockstep::World world(environment);
+      const auto world = lockstep::World::join(fmt::format("tcp://127.0.0.1:{}", port), rank, size);
       const auto joined = world.store();  // blocks until all have come
       auto status = std::make_shared<GroupStatus>("group", all_ranks);
       for (int call = 0; call < 7; ++call) status->enter("all_reduce");

@@ -17,7 +17,7 @@ static_assert(!lockstep::DeviceCommunicator<lockstep::GlooComm>);
 
 DeviceKind choose(std::optional<int> visible, std::optional<DeviceKind> wanted, Values values = {},
                   int local_rank = 0) {
-  lockstep::Environment rank;
+  lockstep::detail::Environment rank;
   rank.rank = rank.local_rank = local_rank;
   rank.size = rank.local_size = 4;
   return lockstep::detail::choose_device(

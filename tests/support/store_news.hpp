@@ -9,8 +9,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 
-/// What a test or one of its programs asks the store of a run, besides the keys. A `world` is a World, which the tests
-/// without LibTorch do not have.
+/// What a test or one of its programs asks the store of a run, besides the keys.
 namespace lockstep_test {
 
 /// Blocks until `all(what the store knows of these ranks)`.
@@ -29,9 +28,9 @@ inline void await_sign_in(int port, const std::vector<int>& ranks) {
   });
 }
 
-/// Blocks until the store has noticed that a rank of the world's run has ended, which it has not published yet.
-inline void await_death(const auto& world, int rank) {
-  const auto url = lockstep::detail::parse_rendezvous(world.environment().rendezvous);
+/// Blocks until the store at `rendezvous` has noticed that a rank has ended, which it has not published yet.
+inline void await_death(const std::string& rendezvous, int rank) {
+  const auto url = lockstep::detail::parse_rendezvous(rendezvous);
   await_at_store(url.host, url.port, {rank}, [](const auto& known) { return known.at(0).lost; });
 }
 

@@ -152,7 +152,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
   }
   if (mode == "comes after a death") {  // of rank 1, which the store has noticed and not published
     world.log.all().info("rank {} waits for a death", world.rank());
-    lockstep_test::await_death(world, 1);
+    lockstep_test::await_death(lockstep::detail::state_of(world).current_environment().rendezvous, 1);
   }
   if (mode == "never comes") lockstep_test::meet(world);
   if (mode == "fails often") return fail_often(world, culprit);

@@ -16,8 +16,8 @@ auto plan_on(const std::string& gpus, Values values, std::vector<std::string> ar
 }
 
 // Rank `local` of `size` on the second of two equal hosts.
-lockstep::Environment rank_of(int local, int size) {
-  lockstep::Environment environment;
+lockstep::detail::Environment rank_of(int local, int size) {
+  lockstep::detail::Environment environment;
   environment.rank = size + local;
   environment.size = 2 * size;
   environment.local_rank = local;

@@ -15,7 +15,7 @@ namespace lockstep_test {
 
 using Values = std::map<std::string, std::string>;
 
-inline lockstep::Variables variables(Values values) {
+inline lockstep::detail::Variables variables(Values values) {
   return [values = std::move(values)](const char* name) -> std::optional<std::string> {
     const auto found = values.find(name);
     return found == values.end() ? std::nullopt : std::optional(found->second);
@@ -31,7 +31,7 @@ inline Values changed(Values values, const std::string& name, const std::string&
   return values;
 }
 
-inline lockstep::Environment read(Values values) {
+inline lockstep::detail::Environment read(Values values) {
   return lockstep::detail::read_environment(variables(std::move(values)));
 }
 
@@ -45,7 +45,7 @@ inline lockstep::detail::Place plan(std::vector<std::string> arguments, Values v
 }
 
 /// The device that a rank takes of the `visible` ones.
-inline int gpu_of_rank(const lockstep::Environment& rank, int visible, std::optional<int> wanted,
+inline int gpu_of_rank(const lockstep::detail::Environment& rank, int visible, std::optional<int> wanted,
                        Values values) {
   return lockstep::detail::gpu_of_rank(rank, visible, wanted, variables(std::move(values)));
 }

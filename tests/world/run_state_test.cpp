@@ -53,6 +53,8 @@ Fill meets(const std::string& name, bool lasts, const std::vector<int>& ranks = 
 }
 
 // One run in virtual time: the store, its ranks, and a network that keeps the order of each connection alone.
+// The store is RunState itself. The ranks are a model of ControlPlane and CallWatch, which decide by the same RankView,
+// Question and Silence.
 class Simulation {
  public:
   Simulation(std::uint64_t seed, int size, Fault fault, int calls = 6)
@@ -502,7 +504,8 @@ class Simulation {
 void simulate(std::uint64_t seeds) {
   for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
     const Fault fault = faults[seed % std::size(faults)];
-    const int size = static_cast<int>(seed % 20 == 0 ? 2 + seed % 63 : 2 + seed % 7);
+    const int size =
+        static_cast<int>(seed % 17 == 0 ? 2 + seed % 63 : 2 + seed % 7);  // each fault at each size
     CAPTURE(seed, size, static_cast<int>(fault));
     Simulation simulation(seed, size, fault);
     simulation.run();

@@ -174,7 +174,7 @@ inline ProcessGroupOptions mpi_backend(const World& world, const MpiOptions& mpi
 /// is read. Initializes MPI if it is not initialized; see MpiComm. Collective over `comm`. Blocks. Throws UsageError as
 /// MpiComm, and RendezvousError if not every rank can connect to rank 0's host.
 inline World mpi_world(MPI_Comm comm = MPI_COMM_NULL, const WorldOptions& options = {}) {
-  detail::require_level(process_variable);
+  detail::require_level(detail::process_variable);
   detail::MpiEngine& engine = detail::MpiEngine::get();
   std::optional<World> world;
   engine.call_blocking([&] { world = detail::world_of(detail::world_unless_given(comm), options); });

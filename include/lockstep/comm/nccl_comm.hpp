@@ -46,6 +46,7 @@ or leave this header out"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
@@ -99,7 +100,8 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions nccl_backend(const World& world
         "NcclOptions::engine is nccl2, which this LibTorch does not have: it came with 2.15; use "
         "NcclEngine::nccl");
 #endif
-  const int gpu = gpu_of_rank(world.environment(), static_cast<int>(c10::cuda::device_count()), nccl.device);
+  const int gpu = gpu_of_rank(detail::state_of(world).current_environment(),
+                              static_cast<int>(c10::cuda::device_count()), nccl.device);
   static std::atomic<bool> told{false};  // that LibTorch may end this process
   if (const auto warning = nccl_environment_warning(); !warning.empty() && !told.exchange(true))
     world.log.warning("{}", warning);

@@ -36,8 +36,7 @@ struct ShmOptions {
 /// LibTorch's implementations of NCCL collectives.
 enum class NcclEngine {
   nccl,  ///< c10d::ProcessGroupNCCL
-  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU
-  /// per rank.
+  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per rank.
   nccl2,
 };
 

@@ -24,9 +24,8 @@ namespace detail {
 
 class BackendGroup;
 
-/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
-/// device wait() is the wait of c10d's Work, which orders the current stream after the operation. Not
-/// thread-safe.
+/// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another device
+/// wait() is the wait of c10d's Work, which orders the current stream after the operation. Not thread-safe.
 class [[nodiscard]] ProcessGroupWork {
  public:
   ProcessGroupWork() = default;
@@ -142,8 +141,7 @@ class ProcessGroupComm {
   /// Reduces every rank's input [size, ...] and writes row r to the output [...] of rank r.
   Work reduce_scatter(at::TensorList outputs, at::TensorList inputs, ReduceOp op = ReduceOp::sum);
 
-  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any
-  /// dtype.
+  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any dtype.
   Work all_to_all(at::TensorList outputs, at::TensorList inputs);
 
   /// Sends the tensors to rank `peer`, which must call recv with the same tag, shapes and dtypes. Once the

@@ -9,8 +9,9 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
-#include "lockstep/world/environment.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
 #include <c10/cuda/CUDAFunctions.h>
@@ -75,10 +76,11 @@ decltype(auto) with_device(const World& world, Program&& program,
       std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, CpuComm>>,
       "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
   const int visible = c10::cuda::device_count();
-  if (detail::choose_device(world.environment(), visible, wanted) == DeviceKind::gpu)
+  if (detail::choose_device(detail::state_of(world).current_environment(), visible, wanted) ==
+      DeviceKind::gpu)
     return std::forward<Program>(program)(NcclComm{world});
 #else
-  detail::choose_device(world.environment(), std::nullopt, wanted);
+  detail::choose_device(detail::state_of(world).current_environment(), std::nullopt, wanted);
 #endif
   return std::forward<Program>(program)(CpuComm{world});
 }

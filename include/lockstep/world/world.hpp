@@ -13,7 +13,6 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep {
 class World;
@@ -26,6 +25,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// Does what World::from_environment does, for a rank whose place is known. `launched`: `launch` has called it, and tells the
 /// other ranks how this process ends.
+struct Environment;
 LOCKSTEP_PROCESS_WIDE World world_from(Environment environment, const WorldOptions& options, bool launched);
 /// Returns what lockstep itself needs of a World. Valid as long as a copy of it lives.
 WorldState& state_of(const World& world);
@@ -71,9 +71,6 @@ class World {
   /// Constructs the world of a single process: rank 0 of 1, without a rendezvous.
   World();
 
-  /// Constructs the world of an environment that the program has read or made.
-  explicit World(Environment environment);
-
   /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun or
   /// mpiexec. Without any of them, returns the world of a single process, which opens no port and looks up no name; if
   /// a launcher has started it as its only rank, the first call writes the line about the run (see `store`).
@@ -95,9 +92,6 @@ class World {
   [[nodiscard]] int local_rank() const;
   /// Returns the number of processes on this host; see `local_rank`.
   [[nodiscard]] int local_size() const;
-  /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
-  [[nodiscard]] Environment environment() const;
-
   /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
   /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection.
   /// Rank 0 then writes one line about the run to stderr: the ranks, their hosts, the launcher, the rendezvous
@@ -130,8 +124,11 @@ class World {
   Log log;
 
  private:
-  friend World detail::world_from(Environment environment, const WorldOptions& options, bool launched);
+  friend World detail::world_from(detail::Environment environment, const WorldOptions& options,
+                                  bool launched);
   friend detail::WorldState& detail::state_of(const World& world);
+
+  explicit World(detail::Environment environment);
 
   // A rank's turn in local_zero_first. The constructor blocks, except on the first rank of the host, until that has
   // finished. The destructor reports to the local ranks whether the first rank's work has ended by an exception.

@@ -52,7 +52,7 @@ void start_helpers() {
 
 // Waits until the process that hosts the store is stopped: the launcher, or rank 0.
 pid_t host_of_store(const lockstep::World& world) {
-  if (world.environment().store_is_hosted) return getppid();
+  if (lockstep::detail::state_of(world).current_environment().store_is_hosted) return getppid();
   const auto store = world.store();
   if (world.rank() == 0) store->set("program/host", std::to_string(getpid()));
   store->wait({"program/host"}, 60s);

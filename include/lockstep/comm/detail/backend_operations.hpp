@@ -124,8 +124,7 @@ inline BackendWork start_broadcast(c10d::Backend& backend, const at::Tensor& ten
   return backend.broadcast(tensors, {.rootRank = root});
 }
 
-/// Starts an all-gather of `row` into the rows of `rows`: one tensor for a device's backend, which then
-/// copies no row.
+/// Starts an all-gather of `row` into the rows of `rows`: one tensor for a device's backend, which then copies no row.
 inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
   at::Tensor to = movable(rows).detach().view({-1}), from = movable(row).detach().view({-1});
   if (!row.is_cpu()) return all_gather_single(backend, to, from);
@@ -243,8 +242,7 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
   return all;
 }
 
-/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
-/// receives nothing.
+/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root receives nothing.
 inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
                                    int root) {
   if (group.size() == 1) return bytes;

@@ -73,8 +73,7 @@ inline void keep_from_children(const Descriptors& opened) {
   }
 }
 
-/// ProcessGroupGloo, which has no `abort`, with its connections. Its destructor waits for the operations in
-/// flight.
+/// ProcessGroupGloo, which has no `abort`, with its connections. Its destructor waits for the operations in flight.
 class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
  public:
   /// `loops`: the epoll instances of the devices in `options`, which watch all connections. If they are
@@ -84,10 +83,9 @@ class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
       : ProcessGroupGloo(store, rank, size, std::move(options)), loops_(std::move(loops)) {}
 
   /// Gloo forgets an operation whose transfer the end of a connection cuts off (Pair::signalException in
-  /// gloo/transport/tcp/pair.cc passes over the unbound buffers of `tx_` and `rx_`): its thread, and with it
-  /// the backend, then waits for the timeout of the operation. So transfers between live ranks may complete
-  /// first, and reading ends, not writing. One with a killed rank keeps its thread, seldom: 1 of 76 groups
-  /// with 64 MiB in flight.
+  /// gloo/transport/tcp/pair.cc passes over the unbound buffers of `tx_` and `rx_`): its thread, and with it the
+  /// backend, then waits for the timeout of the operation. So transfers between live ranks may complete first, and
+  /// reading ends, not writing. One with a killed rank keeps its thread, seldom: 1 of 76 groups with 64 MiB in flight.
   void abort() override {
     const auto end = std::chrono::steady_clock::now() + most_transfer;
     for (bool moving = true; moving && std::chrono::steady_clock::now() < end;) {
@@ -127,8 +125,7 @@ class GlooBackend : public c10d::ProcessGroupGloo, public AbortableBackend {
   const std::vector<int> loops_;
 };
 
-/// Returns the network interfaces that Gloo binds to. Throws UsageError, which names an interface that Gloo
-/// cannot use.
+/// Returns the network interfaces that Gloo binds to. Throws UsageError, which names an interface that Gloo cannot use.
 inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const World& world,
                                                                           const GlooOptions& options) {
   std::string interfaces = options.interfaces;

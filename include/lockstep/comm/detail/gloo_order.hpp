@@ -11,9 +11,8 @@
 namespace lockstep::detail {
 
 /// Returns the bytes of a chunk of Gloo's ring of `ranks` ranks (at least 2) over `bytes` bytes of elements of
-/// `element` bytes. Element e is in chunk c = e * element / chunk_bytes; its sum is
-/// x_c + (x_(c+1) + ( ... + x_(c-1))), rank numbers modulo the number of ranks. A reduce to a root has other chunks
-/// than an all-reduce of the same bytes.
+/// `element` bytes. Element e is in chunk c = e * element / chunk_bytes; its sum is x_c + (x_(c+1) + ( ... + x_(c-1))),
+/// rank numbers modulo the number of ranks. A reduce to a root has other chunks than an all-reduce of the same bytes.
 inline std::size_t gloo_chunk_bytes(std::size_t bytes, std::size_t element, std::size_t ranks,
                                     bool to_root = false) {
   constexpr std::size_t longest_segment = 1 << 20;

@@ -191,7 +191,8 @@ class Group {
     if (const auto aborted = plane_->aborted(name())) return peer_error(*aborted, call);
     if (auto failure = plane_->failure()) {
       if (failure->store_lost)
-        failure->message = store_ended(failure->message, world_.environment(), place_of(call));
+        failure->message =
+            store_ended(failure->message, state_of(world_).current_environment(), place_of(call));
       return peer_error(*failure, call);
     }
     if (const auto left = plane_->left_before(name(), place_of(call))) return peer_error(*left, call);
@@ -222,7 +223,7 @@ class Group {
   }
   /// Returns the text about a call after `waited` where the store does not answer. See store_silent.
   [[nodiscard]] std::string silence(const Call& call, Elapsed waited, const std::string& silent = {}) const {
-    return store_silent(place_of(call), waited, world_.environment(), silent);
+    return store_silent(place_of(call), waited, state_of(world_).current_environment(), silent);
   }
   /// Records that the program knows of another rank's failure. See ControlPlane::notice.
   void notice() {
@@ -298,8 +299,8 @@ class Group {
     if (!over) plane_->await_failure(answer_timeout);
     throw_if_failed(call);
     if (over) return std::nullopt;
-    throw CommunicationError(formatted("{} fails: {}", store_text(world_.environment()), reason),
-                             world_.rank());
+    throw CommunicationError(
+        formatted("{} fails: {}", store_text(state_of(world_).current_environment()), reason), world_.rank());
   }
 
   void throw_if_failed(const Call& call) {

@@ -48,8 +48,8 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
-#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 

@@ -18,6 +18,7 @@
 #include "lockstep/report/detail/run_page.hpp"
 #include "lockstep/report/detail/run_recorder.hpp"
 #include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 
 namespace lockstep::detail {
 
@@ -139,8 +140,8 @@ LOCKSTEP_INLINE RunPage::RunPage(std::string title, const World& world, int rank
   row("started", started.data());
   row("command", command_line());
   row("ranks", formatted("{}", ranks));
-  row("launcher", world.environment().launcher);
-  row("rendezvous", world.environment().rendezvous);
+  row("launcher", detail::state_of(world).current_environment().launcher);
+  row("rendezvous", detail::state_of(world).current_environment().rendezvous);
   row("LibTorch", TORCH_VERSION);
   row("compiler",
 #ifdef __clang__

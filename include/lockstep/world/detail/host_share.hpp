@@ -41,10 +41,9 @@ inline int count_gpus(const std::string& list, const Variables& variables) {
   return static_cast<int>(gpus.size());
 }
 
-/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if
-/// there is one (srun can give each task its own), otherwise the local rank's, which srun with
-/// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. Throws UsageError if there is
-/// none for this rank.
+/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if there is
+/// one (srun can give each task its own), otherwise the local rank's, which srun with SLURM_GPUS_PER_TASK and ranks
+/// that may share GPUs take modulo `visible`. Throws UsageError if there is none for this rank.
 inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> wanted = std::nullopt,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");

@@ -49,10 +49,9 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   c10::WarningUtils::set_warning_handler(&warnings);
 }
 
-/// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks
-/// again. glibc returns large blocks to the system, whose pages must then be cleared and mapped again: for
-/// the MNIST example's network a thousand page faults per step, a tenth of its time. No-op if the user has
-/// set glibc's own variables.
+/// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks again. glibc
+/// returns large blocks to the system, whose pages must then be cleared and mapped again: for the MNIST example's
+/// network a thousand page faults per step, a tenth of its time. No-op if the user has set glibc's own variables.
 inline void keep_freed_memory() {
   for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"})
     if (std::getenv(name)) return;

@@ -76,10 +76,9 @@ class OutputWriter {
   bool broken_ = false;
 };
 
-/// Merges the output of several ranks line by line: a line of one rank comes out as one line, with the rank
-/// in front if `prefix` asks for it. Bytes pass unchanged. Stream 2i is the stdout of the i-th rank and goes
-/// to sink 1; stream 2i + 1 is its stderr and goes to sink 2. The sinks share one cursor if both are
-/// terminals.
+/// Merges the output of several ranks line by line: a line of one rank comes out as one line, with the rank in front if
+/// `prefix` asks for it. Bytes pass unchanged. Stream 2i is the stdout of the i-th rank and goes to sink 1; stream 2i +
+/// 1 is its stderr and goes to sink 2. The sinks share one cursor if both are terminals.
 class LineRelay {
  public:
   using Clock = std::chrono::steady_clock;

@@ -99,9 +99,8 @@ inline Pipe make_pipe() {
   return {Descriptor(ends[0]), Descriptor(ends[1])};
 }
 
-/// The signals that a launching process handles. It passes the first eight, by which the user or a scheduler
-/// asks for something, on to its ranks. SIGTSTP suspends the ranks too; the last two come from its children
-/// and pipes.
+/// The signals that a launching process handles. It passes the first eight, by which the user or a scheduler asks for
+/// something, on to its ranks. SIGTSTP suspends the ranks too; the last two come from its children and pipes.
 inline constexpr std::array handled_signals{SIGTERM, SIGINT,  SIGHUP,  SIGQUIT, SIGUSR1, SIGUSR2,
                                             SIGALRM, SIGXCPU, SIGTSTP, SIGCHLD, SIGPIPE};
 
@@ -125,12 +124,11 @@ extern "C" inline void lockstep_write_signal(int number) {
   errno = saved;
 }
 
-/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
-/// descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in
-/// those of LibTorch. Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and
-/// SIGXCPU are left to a handler of the program, whose timer must not end the ranks. Orphaned descendants
-/// become children of this process, which reaps them; the first process of a container may not. At most one
-/// lives at a time.
+/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a descriptor,
+/// whichever thread receives them. A signalfd would need them blocked in every thread, also in those of LibTorch.
+/// Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and SIGXCPU are left to a handler of
+/// the program, whose timer must not end the ranks. Orphaned descendants become children of this process, which reaps
+/// them; the first process of a container may not. At most one lives at a time.
 class LauncherScope {
  public:
   LauncherScope() {

@@ -74,8 +74,7 @@ template <>
 inline constexpr auto fields_of<KnownRank> =
     std::tuple{&KnownRank::identity, &KnownRank::lost, &KnownRank::exit_code};
 
-/// What the store says to a process that joins: whose the rank is, and who has said first how many ranks
-/// there are.
+/// What the store says to a process that joins: whose the rank is, and who has said first how many ranks there are.
 struct JoinAnswer {
   KnownRank rank{};
   int size = 0, sized_by = -1;

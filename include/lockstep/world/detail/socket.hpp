@@ -38,10 +38,9 @@ inline ino_t socket_inode(int fd) {
   return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
 }
 
-/// Adds a socket that connects this process with other ranks. A child that is forked without exec closes its
-/// copies: a helper process that outlives its rank would otherwise hold the rank's connections open, and no
-/// other rank would see the rank die. It does not close a descriptor number that has been reused since.
-/// Thread-safe.
+/// Adds a socket that connects this process with other ranks. A child that is forked without exec closes its copies: a
+/// helper process that outlives its rank would otherwise hold the rank's connections open, and no other rank would see
+/// the rank die. It does not close a descriptor number that has been reused since. Thread-safe.
 LOCKSTEP_PROCESS_WIDE inline void close_in_children(int fd) {
   struct Sockets {
     std::mutex mutex;
@@ -110,10 +109,9 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   return result;
 }
 
-/// Returns the addresses of a master host within `lookup_timeout`, whether or not a name server answers.
-/// Repeats a lookup that fails temporarily, and one of an unknown name, which may be that of a pod that has
-/// just started. Throws RendezvousError for a name that cannot be resolved. `origin`: what determines the
-/// name.
+/// Returns the addresses of a master host within `lookup_timeout`, whether or not a name server answers. Repeats a
+/// lookup that fails temporarily, and one of an unknown name, which may be that of a pod that has just started. Throws
+/// RendezvousError for a name that cannot be resolved. `origin`: what determines the name.
 inline std::vector<SocketAddress> resolve_master(const std::string& host, int port,
                                                  const std::string& origin) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric.addresses;
@@ -155,12 +153,11 @@ struct PortInUse : RendezvousError {
   using RendezvousError::RendezvousError;
 };
 
-/// Listens on `port` (0: any free port) for clients of `host`. Binds the loopback if `host` names it
-/// explicitly (127.0.0.1, ::1, localhost), else the address of this host that `host` resolves to. Binds all
-/// interfaces if `host` is empty, or resolves to several addresses, to none of this host's, or to the
-/// loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name to another address. So does
-/// this host's own name if it cannot be resolved. Throws PortInUse, or another RendezvousError, which name
-/// the port, and RendezvousError for an unknown name.
+/// Listens on `port` (0: any free port) for clients of `host`. Binds the loopback if `host` names it explicitly
+/// (127.0.0.1, ::1, localhost), else the address of this host that `host` resolves to. Binds all interfaces if `host`
+/// is empty, or resolves to several addresses, to none of this host's, or to the loopback, as in Debian's "127.0.1.1
+/// nodeA": other hosts resolve such a name to another address. So does this host's own name if it cannot be resolved.
+/// Throws PortInUse, or another RendezvousError, which name the port, and RendezvousError for an unknown name.
 inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
   Listener listener;
   std::vector<SocketAddress> addresses;

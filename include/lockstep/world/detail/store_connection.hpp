@@ -190,8 +190,7 @@ class StoreConnection {
     return id;
   }
 
-  // Blocks until `done` returns true, at most until `until`. One of the waiting threads reads for all of
-  // them.
+  // Blocks until `done` returns true, at most until `until`. One of the waiting threads reads for all of them.
   template <class Done>
   void wait(std::unique_lock<std::mutex>& lock, Clock::time_point until, Done done) {
     while (!done() && Clock::now() < until) {

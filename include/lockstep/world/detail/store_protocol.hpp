@@ -108,8 +108,7 @@ class FrameWriter {
     return fixed(static_cast<std::uint32_t>(text.size())).raw(text);
   }
 
-  /// Writes a value: a number, a flag, an enum, a text, a list, an optional value, or a struct with
-  /// fields_of.
+  /// Writes a value: a number, a flag, an enum, a text, a list, an optional value, or a struct with fields_of.
   template <class Value>
   FrameWriter& value(const Value& value) {
     if constexpr (std::is_same_v<Value, bool> || std::is_enum_v<Value>) {
@@ -237,8 +236,7 @@ struct FrameSocket {
   [[nodiscard]] std::string_view received() const { return std::string_view(in).substr(in_begin); }
   [[nodiscard]] std::size_t to_send() const { return out.size() - out_begin; }
 
-  /// Sends as much of `out` as there is room for. Returns false, and drops the rest, if the connection has
-  /// ended.
+  /// Sends as much of `out` as there is room for. Returns false, and drops the rest, if the connection has ended.
   bool send() {
     bool open = true;
     while (open && to_send() > 0) {

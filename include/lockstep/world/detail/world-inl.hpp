@@ -106,9 +106,9 @@ inline void await_first(WorldState& state, const std::string& first, int number,
 
 namespace lockstep {
 
-LOCKSTEP_INLINE World::World() : World(Environment{}) {}
+LOCKSTEP_INLINE World::World() : World(detail::Environment{}) {}
 
-LOCKSTEP_INLINE World::World(Environment environment)
+LOCKSTEP_INLINE World::World(detail::Environment environment)
     : log(environment.rank), state_(std::make_shared<detail::WorldState>(std::move(environment))) {
   detail::known_exception_text = [](const std::exception& error) {
     const auto* known = dynamic_cast<const c10::Error*>(&error);
@@ -117,7 +117,7 @@ LOCKSTEP_INLINE World::World(Environment environment)
 }
 
 LOCKSTEP_INLINE World World::from_environment(const WorldOptions& options) {
-  detail::require_level(process_variable);
+  detail::require_level(detail::process_variable);
   return detail::world_from(detail::read_environment(), options, false);
 }
 
@@ -127,8 +127,8 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, co
     throw UsageError(detail::formatted(
         "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
   detail::parse_rendezvous(url);
-  detail::require_level(process_variable);
-  Environment environment;
+  detail::require_level(detail::process_variable);
+  detail::Environment environment;
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
@@ -156,10 +156,6 @@ LOCKSTEP_INLINE int World::local_size() const {
   return state_->local_place().size;
 }
 
-LOCKSTEP_INLINE Environment World::environment() const {
-  return state_->current_environment();
-}
-
 LOCKSTEP_INLINE detail::StorePtr World::store() const {
   state_->await_all();
   return state_->rendezvous().store;
@@ -176,7 +172,7 @@ LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::mil
     return detail::RunClient(*state.connection(), detail::request_timeout)
         .add(detail::store_keys::calls_of_rank("local_zero_first", world.rank()), 1);
   });
-  const Environment& known = state.environment;
+  const detail::Environment& known = state.environment;
   const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
   key = detail::formatted("lockstep/first/{}/{}",
                           numbered ? std::to_string(place.first) : detail::host_identity(), call);

@@ -16,11 +16,11 @@
 #include "lockstep/detail/at_most.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/store_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
-#include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
