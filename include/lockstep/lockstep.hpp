@@ -61,5 +61,5 @@
 #include "lockstep/world/world.hpp"
 
 #ifdef LOCKSTEP_COMPILED
-#include "lockstep/detail/instantiations.hpp"
+#include "lockstep/train/detail/instantiations.hpp"
 #endif

@@ -37,7 +37,7 @@ TEST_CASE("ranks in different calls are told which, and a rank that ends early i
       {"load or load if it exists",
        {"rank 0 is in Trainer::load_checkpoint, rank 1 in Trainer::load_checkpoint_if_exists;"}},
       {"evaluate in a callback", {"rank 0 is in Trainer::evaluate, rank 1 in Trainer::fit"}},
-      {"evaluate after a page on rank 0", {"rank 0 is in RunReport::on_epoch, rank 1 in Trainer::evaluate;"}},
+      {"evaluate after a page on rank 0", {"rank 0 is in RunReport::on_epoch, rank 1 in Trainer::fit;"}},
       {"skip a backward",
        {"rank 0 is in " + backward + ", rank 1 in the forward of DistributedDataParallel (buffers);"}},
       // The later backwards of rank 1 were paired with the earlier ones of rank 0.

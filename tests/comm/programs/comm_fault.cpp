@@ -247,6 +247,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "differ and leave" && mine) {
     auto first = comm.broadcast(tensor, 2), second = comm.broadcast(tensor, 2);
     comm.shutdown();
+    return 0;
   } else if (fault.starts_with("differ")) {
     if (!mine) comm.all_reduce(tensor).synchronize();
     comm.barrier();

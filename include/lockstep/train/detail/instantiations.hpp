@@ -14,13 +14,11 @@
 #define LOCKSTEP_EXTERN extern
 #endif
 
-namespace lockstep {
+LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::SgdOptions>;
+LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::AdamOptions>;
 
-LOCKSTEP_EXTERN template class GroupOptions<SgdOptions>;
-LOCKSTEP_EXTERN template class GroupOptions<AdamOptions>;
-LOCKSTEP_EXTERN template double check_same_parameters(const std::vector<NamedTensor>&, CpuComm&, double);
+namespace lockstep::detail {
 
-namespace detail {
 LOCKSTEP_EXTERN template class GroupedOptimizer<SGD, SgdState, SgdOptions>;
 LOCKSTEP_EXTERN template class GroupedOptimizer<Adam, AdamState, AdamOptions>;
 LOCKSTEP_EXTERN template class UsageExchange<CpuComm>;
@@ -28,8 +26,7 @@ LOCKSTEP_EXTERN template class BucketReduction<CpuComm, AllReduceHook>;
 LOCKSTEP_EXTERN template class Reducer<CpuComm, AllReduceHook>;
 LOCKSTEP_EXTERN template void compare_and_broadcast(const CheckedModel&, const DdpOptions&,
                                                     const AllReduceHook&, CpuComm&);
-}  // namespace detail
 
-}  // namespace lockstep
+}  // namespace lockstep::detail
 
 #undef LOCKSTEP_EXTERN
