@@ -90,10 +90,10 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
 void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
   const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
   if (world.local_size() != gpus)
-    throw lockstep::UsageError(
-        fmt::format("--gpu {} names {} GPUs, but this host runs {} processes: leave --nproc out, or start a "
-                    "process for each GPU",
-                    gpu, gpus, world.local_size()));
+    throw lockstep::UsageError(fmt::format(
+        "--gpu {} contradicts the number of processes on this host, {}: leave --nproc out, or let "
+        "the launcher start {}",
+        gpu, world.local_size(), gpus));
 }
 
 int main(int argc, char** argv) {

@@ -1,5 +1,5 @@
-// The functions that the headers only declare where LOCKSTEP_COMPILED is defined. A program that defines it
-// compiles this file once; the CMake target lockstep::compiled does both.
+// The functions that the headers only declare where LOCKSTEP_COMPILED is defined, and the templates of
+// train/detail/instantiations.hpp. A program that defines it compiles this file once; the CMake target lockstep::compiled does both.
 #ifndef LOCKSTEP_COMPILED
 #define LOCKSTEP_COMPILED
 #endif

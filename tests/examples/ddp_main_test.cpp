@@ -98,8 +98,8 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
   for (const std::string program : {"ddp_main", "mnist"})
     for (const std::string nproc : {"1", "3"})
       check_refused({test_program(program), "--gpu", "0,1", "--nproc", nproc},
-                    "--gpu 0,1 names 2 GPUs, but this host runs " + nproc +
-                        " processes: leave --nproc out, or start a process for each GPU\n",
+                    "--gpu 0,1 contradicts the number of processes on this host, " + nproc +
+                        ": leave --nproc out, or let the launcher start 2\n",
                     {{"LOCKSTEP_DEVICE", "cpu"}});
   // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",

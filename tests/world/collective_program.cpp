@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 #include "support/store_news.hpp"

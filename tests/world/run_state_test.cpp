@@ -504,8 +504,8 @@ class Simulation {
 void simulate(std::uint64_t seeds) {
   for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
     const Fault fault = faults[seed % std::size(faults)];
-    const int size =
-        static_cast<int>(seed % 17 == 0 ? 2 + seed % 63 : 2 + seed % 7);  // each fault at each size
+    const int size = static_cast<int>(
+        seed % 17 == 0 ? 2 + seed % 63 : 2 + seed % 7);  // each fault among few ranks and among many
     CAPTURE(seed, size, static_cast<int>(fault));
     Simulation simulation(seed, size, fault);
     simulation.run();

@@ -115,6 +115,12 @@ std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
   return all;
 }
 
+/// Compares all collectives of the ranks so far. Throws MismatchError on every rank if they differ. Collective and blocking.
+template <Communicator C>
+void compare_calls(C& comm) {
+  if (comm.size() > 1) static_cast<void>(comm.all_gather_bytes(std::string()));
+}
+
 }  // namespace detail
 
 /// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
@@ -129,16 +135,6 @@ std::vector<std::string> agree(C& comm, Local&& local) {
   for (std::string& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
 }
-
-namespace detail {
-
-/// Compares all collectives of the ranks so far. Throws MismatchError on every rank if they differ. Collective and blocking.
-template <Communicator C>
-void compare_calls(C& comm) {
-  if (comm.size() > 1) static_cast<void>(comm.all_gather_bytes({}));
-}
-
-}  // namespace detail
 
 /// Runs `local()`, as for `agree`, on rank 0 alone and returns its result on every rank. Compares the ranks' collectives so
 /// far before: rank 0 writes no file for ranks that have made different calls.

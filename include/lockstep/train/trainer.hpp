@@ -364,7 +364,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       stopped |= notify_all(report, callbacks...);
       if (stopped || !Source::repeats) break;
     }
-    detail::compare_calls(comm_);  // the report is of one program
+    detail::compare_calls(comm_);  // no report of ranks whose calls differ
     return report;
   }
 

@@ -20,12 +20,12 @@ struct WorldOptions;
 }  // namespace lockstep
 
 namespace lockstep::detail {
+struct Environment;
 struct WorldState;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// Does what World::from_environment does, for a rank whose place is known. `launched`: `launch` has called it, and tells the
 /// other ranks how this process ends.
-struct Environment;
 LOCKSTEP_PROCESS_WIDE World world_from(Environment environment, const WorldOptions& options, bool launched);
 /// Returns what lockstep itself needs of a World. Valid as long as a copy of it lives.
 WorldState& state_of(const World& world);

@@ -59,9 +59,11 @@ class ControlPlane {
     return std::nullopt;
   }
   /// Returns the failure of ranks whose calls differ from those of this process as it ends, by the departures that it knows.
-  /// For a process that outlives the store.
-  LOCKSTEP_PROCESS_WIDE static std::optional<Failure> different_ends_of_process() {
+  /// For a process that outlives `store`.
+  LOCKSTEP_PROCESS_WIDE static std::optional<Failure> different_ends_of_process(
+      const StoreConnection* store) {
     for (const auto& plane : of_process()) {
+      if (plane->connection_.get() != store) continue;
       const std::lock_guard lock(plane->mutex_);
       for (const auto& group : plane->groups_)
         if (auto found = plane->view_.different_end(group->name, group->position(), group->mark().hash);
@@ -97,7 +99,7 @@ class ControlPlane {
     }
     connection_->wake();
     thread_.join();
-    // Another one may have subscribed since. It does so again: this one may have taken what was for it.
+    // Another one may have subscribed since. It does so again: this one may have taken a failure or an abort that was for it.
     const std::lock_guard lock(registry().first);
     const bool last = registry().second[connection_.get()].expired();
     connection_->post(StoreOperation::subscribe, last ? -1 : rank_);

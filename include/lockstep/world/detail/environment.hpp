@@ -2,13 +2,13 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <stdlib.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstddef>
+#include <cstdlib>
 #include <functional>
 #include <optional>
 #include <string>
@@ -31,23 +31,17 @@ using Variables = std::function<std::optional<std::string>(const char*)>;
 /// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
 inline std::optional<std::string> process_variable(const char* name) {
   const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') return std::nullopt;
-  return std::string(text);
+  return text && *text ? std::optional<std::string>(text) : std::nullopt;
 }
 
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
 /// torchrun's may be set by hand; without any of them the process is alone. Reading them opens no socket.
 struct Environment {
-  int rank = 0;
-  int size = 1;
-  /// The rank among the processes of this host.
-  int local_rank = 0;
-  /// The number of the processes of this host.
-  int local_size = 1;
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  ///< among the processes of this host
   /// The rendezvous: `tcp://host:port`. Empty if the process is alone.
   std::string rendezvous;
-  /// What determines `rendezvous`, for messages: "MASTER_ADDR=a, MASTER_PORT=29500". Empty if it is unknown or
-  /// `launch` has chosen the address.
+  /// What determines `rendezvous`, for messages: "MASTER_ADDR=a, MASTER_PORT=29500". Empty if `launch` has chosen it.
   std::string rendezvous_origin;
   /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
   bool store_is_hosted = false;

@@ -99,7 +99,7 @@ inline Failure left_early(int rank, const std::string& last, int waiter, const F
 }
 
 /// Returns the failure of `rank`, which ended with exit code `code`, -1 if that is unknown, while `waiter` waits in `call`,
-/// if that is known. `seen` says how its end was seen, unless by its code.
+/// if that is known. `seen`: what the waiter has seen, by default the exit code.
 inline Failure ended_early(int rank, int waiter, const FailedCall& call, int code = 0,
                            std::string seen = {}) {
   if (seen.empty()) seen = "has ended" + (code < 0 ? "" : formatted(" with exit code {}", code));

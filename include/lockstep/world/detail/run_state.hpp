@@ -158,8 +158,8 @@ class RunState {
 
   // Takes an event. Returns whether it is news: of failures, the first; of refusals, those before all ranks have joined.
   bool publish(const Event& event) {
-    const bool of_rank = event.kind == Event::connected || event.kind == Event::ended;
-    if (event.rank < (of_rank ? 0 : -1) || event.rank >= most_ranks) return false;
+    const bool of_run = event.kind == Event::failed || event.kind == Event::refused;
+    if (event.rank < (of_run ? -1 : 0) || event.rank >= most_ranks) return false;
     switch (event.kind) {
       case Event::connected:
         members_.of(event.rank).connected = true;

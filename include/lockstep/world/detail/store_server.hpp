@@ -34,10 +34,10 @@ namespace lockstep::detail {
 
 /// The server of lockstep's key-value store: one thread that never blocks on a client.
 ///
-/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest
-/// such client if more than `max_strangers` are connected. It parks a request that waits for keys and answers
-/// it when the last key is set. A malformed frame closes its connection. No client without the secret can end or stall the
-/// server, or take more memory than its hello; of those with it, the ranks, each is bounded for itself.
+/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest such client if more
+/// than `max_strangers` are connected. It parks a request that waits for keys and answers it when the last key is set. A
+/// malformed frame closes its connection. A client without the secret cannot end or stall the server, or take more memory than
+/// its hello; one with it is a rank, and trusted: the number of its requests that wait has no limit.
 ///
 /// The requests about the run, and what is pushed to ranks, are RunState's.
 class StoreServer {
@@ -297,7 +297,7 @@ class StoreServer {
       }
       default:
         if (!run_.serve(connection.number, id, operation, reader, Clock::now())) drop(connection);
-        deliver();  // before the next request is read: replies to one that does not read them end its reading
+        deliver();  // now, so that no more is read from a client that does not read its replies
     }
   }
 

@@ -18,7 +18,6 @@ using Milliseconds = std::chrono::milliseconds;
 //                                               the communicator's timeout, and throw_together; where another rank has
 //                                               failed, or is silent for heartbeat_timeout(), throw_together from then
 //   Work::synchronize                           its timeout, and throw_together
-//   abort                                       2 * last_wait
 //   a communicator's destructor                 3 * last_wait, for threads of its own; without `launch` also answer_timeout for
 //                                               the store, or last_request_timeout where it hosts that
 //   the end of a process                        publish_limit after a failure. Else for what is left in flight the

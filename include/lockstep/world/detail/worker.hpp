@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iostream>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -77,7 +79,10 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
           const int own = at_most(code == 0 ? exit_limit : last_request_timeout, code,
                                   [code] { return ending_rank.load()->end(code, false); });
           if (own == code) return;
-          at_most(flush_limit, [] { std::fflush(nullptr); });  // what the C library would do next
+          at_most(flush_limit, [] {  // _exit flushes nothing
+            std::cout.flush();
+            std::fflush(nullptr);
+          });
           _exit(own);
         },
         nullptr);
