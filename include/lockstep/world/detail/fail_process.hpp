@@ -58,6 +58,14 @@ LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
   _exit(128 + number);
 }
 
+/// Flushes the program's output, as _exit does not. Blocks for at most `flush_limit`.
+inline void flush_output() {
+  at_most(flush_limit, [] {
+    std::cout.flush();
+    std::fflush(nullptr);
+  });
+}
+
 /// Reports a failure to the supervisor, the store, the user and torchrun. Sets `said` once the supervisor or
 /// the user has it. Throws std::system_error if no thread can be started that writes the line for the user.
 inline void tell_failure(const Failure& failure, bool& said) {
@@ -65,10 +73,7 @@ inline void tell_failure(const Failure& failure, bool& said) {
   const std::time_t when = std::time(nullptr);
   const bool supervised = report_descriptor() >= 0, consequence = failure.kind == FailureKind::consequence;
   if (supervised) {
-    at_most(flush_limit, [] {
-      std::cout.flush();
-      std::fflush(nullptr);
-    });
+    flush_output();
     const auto bytes = report_of(failure).substr(0, 60000);
     said = write(report_descriptor(), bytes.data(), bytes.size()) > 0;
   }

@@ -79,10 +79,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_end(EndingRank& rank) {
           const int own = at_most(code == 0 ? exit_limit : last_request_timeout, code,
                                   [code] { return ending_rank.load()->end(code, false); });
           if (own == code) return;
-          at_most(flush_limit, [] {  // _exit flushes nothing
-            std::cout.flush();
-            std::fflush(nullptr);
-          });
+          flush_output();
           _exit(own);
         },
         nullptr);
