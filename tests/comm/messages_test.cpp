@@ -14,8 +14,8 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/call_watch.hpp"
 #include "lockstep/comm/detail/group_status.hpp"
-#include "lockstep/comm/detail/nccl_environment.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -221,6 +221,36 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
   CHECK(unanswered == 0);
   CHECK(wrong == 0);
   CHECK(named == size - 1);
+}
+
+TEST_CASE("a control plane made while the last one ends is told of events") {
+  const int port = lockstep_test::free_port();
+  std::atomic<int> missed{0};
+  std::barrier both(2);
+  std::vector<std::thread> ranks;
+  for (const int rank : {0, 1})
+    ranks.emplace_back([&, rank] {
+      const auto world = lockstep::World::join(fmt::format("tcp://127.0.0.1:{}", port), rank, 2);
+      static_cast<void>(world.store());  // blocks until all have come
+      const auto plane = [&] {
+        return ControlPlane::of(rank, lockstep::detail::state_of(world).connection(), nullptr);
+      };
+      for (int round = 0; round < 50; ++round) {
+        const std::string group = fmt::format("group {}", round);
+        auto first = plane();
+        std::thread end([&] { first.reset(); });
+        auto second = plane();
+        end.join();
+        both.arrive_and_wait();
+        if (rank == 0) second->publish({.kind = lockstep::detail::Event::aborted, .rank = 0, .group = group});
+        for (int i = 0; rank == 1 && i < 500 && !second->aborted(group); ++i)
+          second->await_news(second->version(), 10ms);
+        if (rank == 1 && !second->aborted(group)) ++missed;
+        both.arrive_and_wait();
+      }
+    });
+  for (std::thread& rank : ranks) rank.join();
+  CHECK(missed == 0);
 }
 
 }  // namespace messages_test

@@ -508,6 +508,38 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
     CHECK(reported(process->error()).failure.message.starts_with("rank 2 of 3 did not join within 13 s: "));
 }
 
+TEST_CASE("a rank that works before it comes is not waited for aloud, and one that sleeps is", "[.release]") {
+  for (const std::string does : {"works", "sleeps"}) {
+    const auto result =
+        run({program, does + " before it joins", "--nproc", "2"}, {{"OMP_NUM_THREADS", "1"}}, 60s);
+    CAPTURE(result.error);
+    CHECK(result.code == 0);
+    CHECK(count(result.error, "waiting for rank 1 of 2; gives up in ") == (does == "works" ? 0 : 1));
+  }
+}
+
+TEST_CASE(
+    "ranks end once their launcher, which holds back their output, has been stopped for the heartbeat "
+    "timeout") {
+  Process launcher({program, "never communicates", "--nproc", "2"},
+                   {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_HEARTBEAT_TIMEOUT", "1"}}, {});
+  REQUIRE(launcher.wait_for_output("now"));
+  launcher.signal(SIGSTOP);
+  // Its ranks stay zombies until it goes on.
+  const auto until = std::chrono::steady_clock::now() + 20s;
+  while (zombies_of(launcher.pid()) < 2 && std::chrono::steady_clock::now() < until)
+    std::this_thread::sleep_for(50ms);
+  CHECK(zombies_of(launcher.pid()) == 2);
+  launcher.signal(SIGCONT);
+  REQUIRE(launcher.wait(20s));
+  CHECK(launcher.exit_code() == 1);
+  CAPTURE(launcher.error());
+  CHECK(reported(launcher.error())
+            .failure.message.starts_with(
+                fmt::format("its launcher (pid {}) has been stopped for ", launcher.pid())));
+  CHECK(processes_left(launcher.marker()) == 0);
+}
+
 TEST_CASE("a rank that fails before all have joined ends those that wait for it") {
   Together ranks;
   const int port = free_port();

@@ -480,19 +480,15 @@ TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
 
 TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {
   using lockstep::detail::thread_share;
-  CHECK(thread_share(16, 16, 4).threads == 4);  // unbound
-  CHECK(thread_share(4, 16, 4).threads == 4);   // each bound to its own cores
-  CHECK(thread_share(4, 16, 4).source == lockstep::detail::share_of_cores);
-  CHECK(thread_share(16, 32, 8).threads == 4);  // each bound to one of two sockets
-  CHECK(thread_share(1, 16, 4).threads == 1);   // each bound to one core, which leaves it fewer
-  CHECK(thread_share(1, 16, 4).source == lockstep::detail::cores_of_rank);
-  CHECK(thread_share(2, 2, 3).threads == 1);
-  CHECK(thread_share(2, 0, 0).threads == 1);
+  CHECK(thread_share(16, 16, 4) == 4);  // unbound
+  CHECK(thread_share(4, 16, 4) == 4);   // each bound to its own cores
+  CHECK(thread_share(16, 32, 8) == 4);  // each bound to one of two sockets
+  CHECK(thread_share(1, 16, 4) == 1);   // each bound to one core, which leaves it fewer
+  CHECK(thread_share(2, 2, 3) == 1);
+  CHECK(thread_share(2, 0, 0) == 1);
 
   const auto threads = [](Values values) {
-    const auto environment = read(values);
-    const auto share = lockstep::detail::launched_threads(environment, variables(values));
-    return share ? std::optional(share->threads) : std::nullopt;
+    return lockstep::detail::launched_threads(read(values), variables(values));
   };
   Values step = slurm;  // one of the step's tasks on this host
   step["SLURM_CPUS_ON_NODE"] = "1";
@@ -512,8 +508,8 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
 
 TEST_CASE("the launcher of a process is its nearest ancestor without the launcher's variable") {
   using namespace lockstep::detail;
-  CHECK(parent_of(getpid()) == getppid());
-  CHECK(parent_of(-1) == 0);
+  CHECK(stat_of(getpid()).parent == getppid());
+  CHECK(stat_of(-1).parent == 0);
   CHECK(launcher_process("LOCKSTEP_NO_SUCH_VARIABLE") == getppid());
 }
 

@@ -772,6 +772,19 @@ TEST_CASE("calls in an aborted communicator are not compared") {
   CHECK(store->replies.empty());
 }
 
+TEST_CASE("no request may name more ranks than a run has, and no event one that it cannot have") {
+  Store store;
+  store.join(0, 0, 1);
+  const std::vector<int> many(most_ranks + 1);
+  CHECK(!store.meet(0, 1, "group", true, many));
+  CHECK(!store.serve(0, 2, StoreOperation::ask,
+                     [&](FrameWriter& out) { out.text("g").value(many).value(true); }));
+  for (const int rank : {-1, most_ranks}) store.publish({.kind = Event::ended, .rank = rank});
+  CHECK(store.serve(0, 3, StoreOperation::summary,
+                    [](FrameWriter& out) { out.value(std::optional<std::string>()); }));
+  CHECK(decoded<RunSummary>(store.replies[0].at(0).second).ended == 0);
+}
+
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {
   fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages", "bytes",
              "store's", "bytes", "s");

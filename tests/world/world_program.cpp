@@ -129,6 +129,14 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "waits for failure") {
     ready();
     wait_for_failure(world);
+  } else if (mode == "works before it joins" || mode == "sleeps before it joins") {
+    const auto end = std::chrono::steady_clock::now() + 9s;
+    while (world.rank() == 1 && std::chrono::steady_clock::now() < end)
+      if (mode.starts_with("sleeps")) std::this_thread::sleep_for(100ms);
+    ready();
+  } else if (mode == "never communicates") {
+    world.log.all().info("now");
+    std::this_thread::sleep_for(60s);
   } else if (mode == "waits") {
     ready();
     std::this_thread::sleep_for(60s);

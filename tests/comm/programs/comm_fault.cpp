@@ -234,8 +234,14 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "absent") {
     if (mine) throw std::runtime_error("boom");
     sleep(600);  // busy with something else than collectives
-  } else if (fault == "busy") {
-    sleep(600);
+  } else if (fault.starts_with("outlives")) {
+    // Rank 0, which hosts the store, is killed after its end.
+    if (mine) return 0;
+    std::optional<Comm::Work> more;
+    if (fault == "outlives and differs") more = comm.broadcast(tensor, world.rank());
+    std::cout << "goes on" << std::endl;
+    sleep(4);
+    std::exit(0);
   } else if (fault == "recv") {
     if (!mine) comm.recv(tensor, culprit).synchronize();
     usleep(300000);

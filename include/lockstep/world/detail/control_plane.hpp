@@ -35,7 +35,7 @@ namespace lockstep::detail {
 /// This process's side of the control plane: what it knows of the other ranks, and what it tells them.
 ///
 /// The server pushes events over the connection that the whole process uses. A thread takes them, reports this rank's
-/// positions twice a second and when it is asked to, and watches the launcher. All communicators of a world share one
+/// positions twice a second and when it is asked to. All communicators of a world share one
 /// ControlPlane. Thread-safe.
 class ControlPlane {
  public:
@@ -318,7 +318,6 @@ class ControlPlane {
         connection_->serve([&](StorePush kind, FrameReader& in) { take(kind, in); }, until,
                            [&] { return over() || due_soon_.exchange(false); });
         report();
-        if (end_ && report_descriptor() >= 0) look_at_launcher();
         std::lock_guard lock(mutex_);
         until = end_due_messages();
       }
@@ -332,16 +331,6 @@ class ControlPlane {
       while (!over()) changed_.wait_until(lock, std::min(end_due_messages(), Clock::now() + look_interval));
     }
     end_unless_noticed();
-  }
-  // Ends this process once its launcher has been stopped for heartbeat_timeout(): it relays no output, and reaps nobody.
-  void look_at_launcher() {
-    const auto time = launcher_.stopped_for(Clock::now(), 4 * report_interval);
-    if (time < heartbeat_) return;
-    end_({.kind = FailureKind::timed_out,
-          .rank = rank_,
-          .pid = getpid(),
-          .message = stopped_launcher_text(time, getppid()),
-          .time = monotonic_nanoseconds()});
   }
   // Ends the waits for messages that are due. Returns when to look again.
   Clock::time_point end_due_messages() {
@@ -416,8 +405,6 @@ class ControlPlane {
   const pid_t owner_ = getpid();
   const std::shared_ptr<StoreConnection> connection_;
   const End end_;
-  const Milliseconds heartbeat_ = heartbeat_timeout();
-  LauncherWatch launcher_;
   std::mutex reporting_;  // locked before mutex_
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;  // wakes threads that wait for events and answers

@@ -97,26 +97,18 @@ inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
 }
 
 inline constexpr const char* share_of_cores = "the cores of the host divided by its ranks";
-inline constexpr const char* cores_of_rank = "the cores to which the launcher has bound each rank";
-
-/// A number of threads, and what determines it, for messages.
-struct ThreadShare {
-  int threads = 1;
-  const char* source = share_of_cores;
-};
 
 /// Returns the number of threads of one of `ranks` ranks that share `host_cores` cores, where the rank itself
 /// may run on `own_cores`: a launcher may bind it to its own part of them.
-inline ThreadShare thread_share(int own_cores, int host_cores, int ranks) {
-  const int share = std::max(1, host_cores / std::max(1, ranks)), own = std::max(1, own_cores);
-  return share <= own ? ThreadShare{share} : ThreadShare{own, cores_of_rank};
+inline int thread_share(int own_cores, int host_cores, int ranks) {
+  return std::max(1, std::min(own_cores, host_cores / std::max(1, ranks)));
 }
 
 /// Returns the number of threads of this rank under srun, mpirun or mpiexec, std::nullopt if they are not for
 /// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, the rank was started otherwise, or the
 /// number of ranks of this host is unknown.
-inline std::optional<ThreadShare> launched_threads(const Environment& env,
-                                                   const Variables& variables = process_variable) {
+inline std::optional<int> launched_threads(const Environment& env,
+                                           const Variables& variables = process_variable) {
   if (env.launcher.empty() || env.launcher == "torchrun" || env.store_is_hosted || !env.launched ||
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
@@ -151,28 +143,6 @@ inline std::string thread_source(int threads, bool launched_here,
   const bool by_parent = launcher_process("OMP_NUM_THREADS") == getppid();
   if (by_parent && launched_here) return share_of_cores;
   return by_parent && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
-}
-
-/// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
-struct NcclVariable {
-  const char* name;
-  const char* value;         ///< with which no thread of LibTorch ends the process or delays an abort
-  const char* ends_process;  ///< the values, one character each, with which a thread of LibTorch does end it
-};
-
-inline constexpr NcclVariable nccl_variables[] = {
-    // 2: the watchdog aborts the communicators at an error or a timeout, and throws nothing.
-    {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", "13"},
-    // The heartbeat monitor ends the process if the watchdog is stuck for 8 minutes.
-    {"TORCH_NCCL_ENABLE_MONITORING", "0", "1yYtT"},
-    {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0", ""},
-    // The watchdog sleeps four times as long before it aborts.
-    {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", ""},
-};
-
-/// Sets the variables of nccl_variables that are not set. Call it before the process has other threads.
-inline void set_nccl_environment() {
-  for (const NcclVariable& variable : nccl_variables) setenv(variable.name, variable.value, 0);
 }
 
 }  // namespace lockstep::detail

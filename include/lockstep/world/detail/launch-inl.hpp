@@ -21,6 +21,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
+#include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/place.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"

@@ -13,12 +13,15 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 
 #include "lockstep/detail/descriptor.hpp"
@@ -42,43 +45,45 @@ inline std::optional<std::string> proc_file(pid_t process, std::string_view name
   return std::string((std::istreambuf_iterator<char>(file)), {});
 }
 
-/// Returns the parent of a process, 0 if it is unknown.
-inline pid_t parent_of(pid_t process) {
+struct ProcessStat {
+  pid_t parent = 0;
+  std::chrono::milliseconds cpu_time{0};
+};
+
+/// Returns what the kernel says about a process, zeros if that is unknown.
+inline ProcessStat stat_of(pid_t process) {
   const auto stat = proc_file(process, "stat").value_or("");
   const auto end = stat.rfind(')');  // the name before it may contain anything
   int parent = 0;
-  if (end == std::string::npos || std::sscanf(stat.c_str() + end + 1, " %*c %d", &parent) != 1) return 0;
-  return parent;
+  long long user = 0, system = 0;
+  if (end == std::string::npos ||
+      std::sscanf(stat.c_str() + end + 1, " %*c %d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lld %lld", &parent,
+                  &user, &system) != 3)
+    return {};
+  return {parent, std::chrono::milliseconds((user + system) * 1000 / sysconf(_SC_CLK_TCK))};
+}
+
+/// Returns the CPU time of the other processes that this one's parent has started: of ranks that are still to come, if it
+/// is their launcher.
+inline std::chrono::milliseconds cpu_time_of_siblings() {
+  std::chrono::milliseconds sum{0};
+  std::error_code unreadable;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", unreadable))
+    if (const pid_t process = std::atoi(entry.path().filename().c_str()); process > 0 && process != getpid())
+      if (const ProcessStat stat = stat_of(process); stat.parent == getppid()) sum += stat.cpu_time;
+  return sum;
 }
 
 /// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
 /// process on this host, also if a script is between. 0 if it is unknown.
 inline pid_t launcher_process(const std::string& variable) {
-  for (pid_t process = getppid(); process > 0; process = parent_of(process)) {
+  for (pid_t process = getppid(); process > 0; process = stat_of(process).parent) {
     const auto environment = proc_file(process, "environ");
     if (!environment) return 0;
     if (('\0' + *environment).find('\0' + variable + "=") == std::string::npos) return process;
   }
   return 0;
 }
-
-/// For how long the parent of this process has been stopped.
-class LauncherWatch {
- public:
-  using Clock = std::chrono::steady_clock;
-
-  /// Looks at it. Time in which this process itself did not look for `longest` does not count: it was stopped, too.
-  Clock::duration stopped_for(Clock::time_point now, Clock::duration longest) {
-    // Behind the name, which may contain anything.
-    const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos;
-    if (!stopped || now - looked_ >= longest) since_ = now;
-    looked_ = now;
-    return now - since_;
-  }
-
- private:
-  Clock::time_point looked_{}, since_{};
-};
 
 /// Makes the kernel kill this process when the thread of `parent` that forked it ends for any reason. Returns
 /// false if `parent` ended before that took effect. Async-signal-safe.

@@ -27,6 +27,7 @@
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
+#include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
@@ -252,6 +253,9 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
     return formatted("{} of {}{}{}{}", late.meeting.missing_text(), env.size, text,
                      late.hints.empty() ? "" : "; ", late.hints);
   };
+  // Under load a rank may take long to come. While it works nobody has to be told, up to the interval of the notices.
+  const auto tells = std::min(deadline, Clock::now() + notice_interval);
+  Milliseconds used_before{0};
   std::optional<Meeting> met;
   while (!met) {
     const auto begin = Clock::now();
@@ -264,9 +268,11 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
     } catch (const StoreError&) {  // not all have come within the timeout
       if (Clock::now() < deadline) {
+        const auto used = env.local_rank == 0 ? cpu_time_of_siblings() : Milliseconds(0);
+        const bool work = used - std::exchange(used_before, used) >= least_progress && Clock::now() < tells;
         waiting([&] {
           const auto late = look();
-          const bool come = Milliseconds(late.quiet) < first_notice || late.meeting.over();
+          const bool come = work || Milliseconds(late.quiet) < first_notice || late.meeting.over();
           return come ? std::string() : missing(late, "");
         });
         continue;

@@ -6,10 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <iostream>
 #include <mutex>
@@ -23,6 +26,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/fail_process.hpp"
 #include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
@@ -100,6 +104,29 @@ inline void end_with_agent() {
   if (!parent.empty() && !agent) raise(SIGKILL);
 }
 
+/// Blocks until `thread` ends. Ends this process if its launcher has been stopped for heartbeat_timeout() before: it relays
+/// no output, and reaps nobody.
+inline void join_under_launcher(pthread_t thread) {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point looked{}, since{};
+  timespec until{};
+  do {
+    const auto now = Clock::now();
+    // Behind the name, which may contain anything. Time in which this process was stopped, too, does not count.
+    const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos;
+    if (!stopped || now - looked >= 4 * report_interval) since = now;
+    looked = now;
+    if (report_descriptor() >= 0 && now - since >= heartbeat_timeout())
+      fail_process({.kind = FailureKind::timed_out,
+                    .rank = process_rank.load(),
+                    .pid = getpid(),
+                    .message = stopped_launcher_text(now - since, getppid()),
+                    .time = monotonic_nanoseconds()});
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 1;
+  } while (pthread_timedjoin_np(thread, nullptr, &until) == ETIMEDOUT);
+}
+
 /// Runs `work` on a thread without exception handlers above it, so that an exception reaches
 /// `end_on_uncaught` before any destructor runs. Blocks until `work` returns.
 inline void run_without_handlers(std::function<void()> work) {
@@ -120,7 +147,7 @@ inline void run_without_handlers(std::function<void()> work) {
   if (status != 0)
     throw Error(formatted("cannot start a thread: {}: start fewer processes, or raise `ulimit -u`",
                           std::strerror(status)));
-  pthread_join(thread, nullptr);
+  join_under_launcher(thread);
 }
 
 }  // namespace lockstep::detail

@@ -31,13 +31,12 @@ namespace lockstep::detail {
 
 /// Sets the number of LibTorch's threads. `given` names what has determined it, unless it is a share.
 inline void set_threads(const WorldOptions& options, const Environment& environment, const char* given) {
-  std::optional<ThreadShare> chosen;
-  if (options.threads > 0) chosen = {options.threads, given};
-  if (options.threads == WorldOptions::share) chosen = launched_threads(environment);
-  if (!chosen) return;
-  at::set_num_threads(chosen->threads);
-  shared_threads = chosen->threads;
-  shared_threads_source = chosen->source;
+  const bool share = options.threads == WorldOptions::share;
+  const int threads = share ? launched_threads(environment).value_or(0) : options.threads;
+  if (threads <= 0) return;
+  at::set_num_threads(threads);
+  shared_threads = threads;
+  shared_threads_source = share ? share_of_cores : given;
 }
 
 LOCKSTEP_INLINE WorldState& state_of(const World& world) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <stdlib.h>
+
 #include <string>
 #include <string_view>
 #include <vector>
@@ -7,9 +9,30 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/world/detail/environment.hpp"
-#include "lockstep/world/detail/host_share.hpp"
 
 namespace lockstep::detail {
+
+/// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
+struct NcclVariable {
+  const char* name;
+  const char* value;         ///< with which no thread of LibTorch ends the process or delays an abort
+  const char* ends_process;  ///< the values, one character each, with which a thread of LibTorch does end it
+};
+
+inline constexpr NcclVariable nccl_variables[] = {
+    // 2: the watchdog aborts the communicators at an error or a timeout, and throws nothing.
+    {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", "13"},
+    // The heartbeat monitor ends the process if the watchdog is stuck for 8 minutes.
+    {"TORCH_NCCL_ENABLE_MONITORING", "0", "1yYtT"},
+    {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0", ""},
+    // The watchdog sleeps four times as long before it aborts.
+    {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", ""},
+};
+
+/// Sets the variables of nccl_variables that are not set. Call it before the process has other threads.
+inline void set_nccl_environment() {
+  for (const NcclVariable& variable : nccl_variables) setenv(variable.name, variable.value, 0);
+}
 
 /// Returns the warning about the environment of a program that uses NCCL, in which LibTorch may end the process:
 /// it names each variable that is unset or has one of the values of `ends_process`. Empty if there is none.
