@@ -221,10 +221,11 @@ TEST_CASE("a rank that outlives the store compares its calls with those of the r
   for (const bool differs : {false, true}) {
     Together ranks({test_program("comm_fault"), differs ? "outlives and differs" : "outlives", "0"}, 2,
                    {{"OMP_NUM_THREADS", "1"}});
-    REQUIRE(ranks[1].wait_for_output("goes on"));
-    REQUIRE(ranks[0].wait_for_output("now"));
-    usleep(1'500'000);  // rank 0 leaves, and waits for the others
+    REQUIRE(ranks[0].wait_for_output("left"));
+    usleep(500'000);  // it waits for the other rank
+    REQUIRE(process_state(ranks[1].pid()).state != 'Z');
     ranks[0].signal(SIGKILL);
+    static_cast<void>(ranks[0].wait(after_fault));
     REQUIRE(ranks[1].wait(after_fault));
     CAPTURE(ranks[1].error());
     CHECK(ranks[1].exit_code() == (differs ? 1 : 0));

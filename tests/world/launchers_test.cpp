@@ -508,8 +508,8 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
 
 TEST_CASE("the launcher of a process is its nearest ancestor without the launcher's variable") {
   using namespace lockstep::detail;
-  CHECK(stat_of(getpid()).parent == getppid());
-  CHECK(stat_of(-1).parent == 0);
+  CHECK(parent_and_cpu_time(getpid()).first == getppid());
+  CHECK(parent_and_cpu_time(-1).first == 0);
   CHECK(launcher_process("LOCKSTEP_NO_SUCH_VARIABLE") == getppid());
 }
 

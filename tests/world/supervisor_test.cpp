@@ -1,7 +1,5 @@
 #include "lockstep/world/detail/supervisor.hpp"
 
-#include <sched.h>
-#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -268,17 +266,6 @@ int lockstep_test::child_mode(const char* child, int argc, char** argv) {
   const std::string mode = argv[1];
   if (std::string(child) == "launcher") return supervise(std::atoi(argv[2]), argc, argv);
   if (std::string(child) == "agent") return play_agent(mode);
-  if (std::string(child) == "without /proc") {
-    if (unshare(CLONE_NEWNS) != 0 || mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-        umount2("/proc", MNT_DETACH) != 0)
-      return 77;
-    try {
-      say(lockstep::detail::own_program());
-    } catch (const lockstep::Error& error) {
-      say(error.what());
-    }
-    return 0;
-  }
   if (std::string(child) == "worker") {
     lockstep::detail::end_with_agent();
     int signal_number = -1;
@@ -298,15 +285,6 @@ TEST_CASE("a program that cannot be started again is told with the reason") {
   CHECK(result.code == 127);
   CHECK(reported(result.error).failure.message ==
         "the program could not be executed again: No such file or directory");
-  auto process = start({"/proc/self/exe", "", "1"}, {{"LOCKSTEP_TEST_CHILD", "without /proc"}}, {});
-  REQUIRE(process.wait(20s));
-  if (process.exit_code() == 77) {
-    WARN("SKIPPED: only root can leave /proc unmounted");
-    return;
-  }
-  CHECK(process.out() ==
-        "cannot find this program's own file, to start it once for each rank: /proc/self/exe: No such file "
-        "or directory. Mount /proc (`mount -t proc proc /proc`), or start the ranks with torchrun\n");
 }
 
 TEST_CASE("the first failure is shown once, with its rank, and ends the others") {

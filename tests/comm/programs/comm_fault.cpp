@@ -236,11 +236,12 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     sleep(600);  // busy with something else than collectives
   } else if (fault.starts_with("outlives")) {
     // Rank 0, which hosts the store, is killed after its end.
+    auto host = at::full({1}, static_cast<std::int64_t>(getpid()), at::kLong);
+    comm.broadcast(host, culprit).synchronize();
     if (mine) return 0;
     std::optional<Comm::Work> more;
     if (fault == "outlives and differs") more = comm.broadcast(tensor, world.rank());
-    std::cout << "goes on" << std::endl;
-    sleep(4);
+    while (kill(static_cast<pid_t>(host.item<std::int64_t>()), 0) == 0) usleep(20000);
     std::exit(0);
   } else if (fault == "recv") {
     if (!mine) comm.recv(tensor, culprit).synchronize();
@@ -269,6 +270,9 @@ int main(int argc, char** argv) {
   const std::string fault = argv[1];
   const int culprit = std::atoi(argv[2]);
   if (std::getenv("WITHOUT_LAUNCH")) return run(lockstep::World::from_environment(), fault, culprit);
-  return lockstep::launch(argc, argv,
-                          [&](const lockstep::World& world) { return run(world, fault, culprit); });
+  return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
+    const int code = run(world, fault, culprit);
+    if (fault.starts_with("outlives")) std::cout << "left" << std::endl;
+    return code;
+  });
 }

@@ -406,6 +406,7 @@ class BackendGroup final : public Group {
     try {
       connecting.rethrow();
     } catch (const Error&) {
+      record(std::current_exception(), true);
       throw;
     } catch (...) {
       throw_transport_error(call, std::current_exception());

@@ -22,11 +22,9 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/call_history.hpp"
-#include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
-#include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 

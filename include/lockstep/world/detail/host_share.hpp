@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <filesystem>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -77,23 +78,19 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
 /// or the device files if a container hides that list, limited by CUDA_VISIBLE_DEVICES.
 inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
                         const char* device_folder = "/dev") {
-  const auto entries = [](const char* path, auto counts) {
-    int number = 0;
-    std::error_code absent;
-    for (const auto& entry : std::filesystem::directory_iterator(path, absent))
-      number += counts(entry.path().filename().string()) ? 1 : 0;
-    return number;
-  };
-  int present = entries(driver_folder, [](const std::string&) { return true; });
+  using Entries = std::filesystem::directory_iterator;
+  std::error_code absent;
+  auto present = std::distance(Entries(driver_folder, absent), Entries());
   if (present == 0)
-    present = entries(device_folder, [](const std::string& name) {
+    present = std::count_if(Entries(device_folder, absent), Entries(), [](const auto& entry) {
+      const std::string name = entry.path().filename().string();
       return name.starts_with("nvidia") && whole_number(name.substr(6));
     });
   const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-  if (visible == nullptr || present == 0) return present;
+  if (visible == nullptr || present == 0) return static_cast<int>(present);
   const std::string list = visible;
   if (list.empty() || list.starts_with("-1") || list == "NoDevFiles") return 0;
-  return std::min<int>(present, 1 + static_cast<int>(std::count(list.begin(), list.end(), ',')));
+  return static_cast<int>(std::min(present, 1 + std::count(list.begin(), list.end(), ',')));
 }
 
 inline constexpr const char* share_of_cores = "the cores of the host divided by its ranks";
@@ -140,9 +137,8 @@ inline std::string thread_source(int threads, bool launched_here,
   if (!given) return variables("MKL_NUM_THREADS") ? "MKL_NUM_THREADS" : "the default of LibTorch";
   // MKL uses no more threads than there are cores.
   if (threads > whole_number(*given).value_or(threads)) return "the program";
-  const bool by_parent = launcher_process("OMP_NUM_THREADS") == getppid();
-  if (by_parent && launched_here) return share_of_cores;
-  return by_parent && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
+  return launched_here && launcher_process("OMP_NUM_THREADS") == getppid() ? share_of_cores
+                                                                           : "OMP_NUM_THREADS";
 }
 
 }  // namespace lockstep::detail

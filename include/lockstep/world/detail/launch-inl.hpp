@@ -100,22 +100,24 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
   supervised.failed = [&](Failure failure) {
     if (alone || failure.kind == FailureKind::consequence) return;
     failure.host = host_name();
-    at_most(publish_limit, [failure, url, secret, size = env.size, process = process_name(failure.pid)] {
-      StoreConnection connection({url.host, url.port, secret}, greeting_timeout);
-      RunClient run(connection, greeting_timeout);
-      const RankIdentity rank{.process = process, .host = host_identity()};
-      const auto known = run.join(failure.rank, size, rank, false);
-      if (known.size == size && known.rank.is(rank))  // else it is the store of another run
-        run.publish({.kind = Event::failed, .failure = failure});
-    });
+    at_most(publish_limit,
+            [failure, url, secret, size = env.size, store, process = process_name(failure.pid)] {
+              const Event failed{.kind = Event::failed, .failure = failure};
+              if (store) return static_cast<void>(RunClient(*store, greeting_timeout).publish(failed));
+              StoreConnection connection({url.host, url.port, secret}, greeting_timeout);
+              RunClient run(connection, greeting_timeout);
+              const RankIdentity rank{.process = process, .host = host_identity()};
+              const auto known = run.join(failure.rank, size, rank, false);
+              if (known.size == size && known.rank.is(rank))  // else it is the store of another run
+                run.publish(failed);
+            });
   };
-  supervised.ended_well = [&](int rank) {
-    if (!hosting) return;
-    try {  // a rank that has not joined never will
-      RunClient(*store, request_timeout)
-          .publish({.kind = Event::ended, .rank = rank, .failure = {.code = 0}});
-    } catch (const StoreError&) {  // the ranks' own timeouts remain
-    }
+  supervised.ended_well = [&](int rank) {  // one that has not joined never will
+    if (hosting)
+      at_most(request_timeout, [store, rank] {
+        RunClient(*store, request_timeout)
+            .publish({.kind = Event::ended, .rank = rank, .failure = {.code = 0}});
+      });
   };
   const int code = Supervisor(std::move(supervised)).run();
   const int found = hosting ? outlive_ranks(*store, alone ? 0 : env.size, code == 0) : 0;

@@ -89,7 +89,8 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   };
   place.timeout = count("--timeout", "seconds");
   place.threads = count("--threads", "threads");
-  integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
+  for (const char* name : {"LOCKSTEP_TIMEOUT", "LOCKSTEP_HEARTBEAT_TIMEOUT"})
+    integer_variable(variables, name, 1);
   require_level(variables);
   const int gpus = options.gpus.empty() ? 0 : count_gpus(options.gpus, variables);
   const auto flag = count("--nproc", "processes");

@@ -18,11 +18,13 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
@@ -45,13 +47,8 @@ inline std::optional<std::string> proc_file(pid_t process, std::string_view name
   return std::string((std::istreambuf_iterator<char>(file)), {});
 }
 
-struct ProcessStat {
-  pid_t parent = 0;
-  std::chrono::milliseconds cpu_time{0};
-};
-
-/// Returns what the kernel says about a process, zeros if that is unknown.
-inline ProcessStat stat_of(pid_t process) {
+/// Returns the parent of a process and the CPU time that it has used, zeros if they are unknown.
+inline std::pair<pid_t, std::chrono::milliseconds> parent_and_cpu_time(pid_t process) {
   const auto stat = proc_file(process, "stat").value_or("");
   const auto end = stat.rfind(')');  // the name before it may contain anything
   int parent = 0;
@@ -63,21 +60,28 @@ inline ProcessStat stat_of(pid_t process) {
   return {parent, std::chrono::milliseconds((user + system) * 1000 / sysconf(_SC_CLK_TCK))};
 }
 
-/// Returns the CPU time of the other processes that this one's parent has started: of ranks that are still to come, if it
-/// is their launcher.
-inline std::chrono::milliseconds cpu_time_of_siblings() {
-  std::chrono::milliseconds sum{0};
-  std::error_code unreadable;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc", unreadable))
-    if (const pid_t process = std::atoi(entry.path().filename().c_str()); process > 0 && process != getpid())
-      if (const ProcessStat stat = stat_of(process); stat.parent == getppid()) sum += stat.cpu_time;
-  return sum;
+/// Returns whether a process that this one's parent has started, as a launcher starts the ranks of its host, has used `least`
+/// of CPU time since the last call with `times`, the CPU times at that call.
+inline bool siblings_work(std::map<pid_t, std::chrono::milliseconds>& times,
+                          std::chrono::milliseconds least) {
+  const auto before = std::exchange(times, {});
+  bool work = false;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry("/proc", error), end; entry != end; entry.increment(error)) {
+    const pid_t process = std::atoi(entry->path().filename().c_str());  // 0 for another entry
+    const auto [parent, time] = parent_and_cpu_time(process);
+    if (parent != getppid()) continue;
+    times[process] = time;
+    const auto known = before.find(process);
+    work = work || known == before.end() || time - known->second >= least;
+  }
+  return work;
 }
 
 /// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
 /// process on this host, also if a script is between. 0 if it is unknown.
 inline pid_t launcher_process(const std::string& variable) {
-  for (pid_t process = getppid(); process > 0; process = stat_of(process).parent) {
+  for (pid_t process = getppid(); process > 0; process = parent_and_cpu_time(process).first) {
     const auto environment = proc_file(process, "environ");
     if (!environment) return 0;
     if (('\0' + *environment).find('\0' + variable + "=") == std::string::npos) return process;

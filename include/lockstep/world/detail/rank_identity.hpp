@@ -1,5 +1,8 @@
 #pragma once
 
+#include <sys/stat.h>
+#include <sys/types.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -19,6 +22,7 @@
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/world/detail/environment.hpp"
+#include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
 namespace lockstep::detail {
@@ -42,6 +46,21 @@ inline constexpr auto fields_of<RankIdentity> =
     std::tuple{&RankIdentity::process,    &RankIdentity::host,           &RankIdentity::address,
                &RankIdentity::threads,    &RankIdentity::thread_source,  &RankIdentity::local_rank,
                &RankIdentity::local_size, &RankIdentity::local_variable, &RankIdentity::program};
+
+/// Identifies the host and network namespace of this process: processes with one identity reach each other by
+/// the loopback.
+inline std::string host_identity() {
+  struct stat network {};
+  stat("/proc/self/ns/net", &network);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return formatted("{}/{}/{}", boot, network.st_ino, host_name());
+}
+
+/// Returns the name of a process of this host in errors: "nodeA pid 811".
+inline std::string process_name(pid_t pid) {
+  return formatted("{} pid {}", host_name(), pid);
+}
 
 /// Returns the file name of this process's program and a hash of its first 64 MiB: "mnist 1f2e55aa0123456f".
 inline std::string program_text() {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <sys/random.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,8 +9,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,21 +35,6 @@
 
 /// How the ranks of a run come together over a connection to its store, and how the last ones leave.
 namespace lockstep::detail {
-
-/// Identifies the host and network namespace of this process: processes with one identity reach each other by
-/// the loopback.
-inline std::string host_identity() {
-  struct stat network {};
-  stat("/proc/self/ns/net", &network);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return formatted("{}/{}/{}", boot, network.st_ino, host_name());
-}
-
-/// Returns the name of a process of this host in errors: "nodeA pid 811".
-inline std::string process_name(pid_t pid) {
-  return formatted("{} pid {}", host_name(), pid);
-}
 
 /// Returns the identities of all ranks, which must have joined.
 inline std::vector<RankIdentity> identities(StoreConnection& connection) {
@@ -80,6 +64,13 @@ inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std:
   return connection;
 }
 
+/// Returns a connection to the store of this run at `endpoint`, null if there is none.
+inline std::unique_ptr<StoreConnection> store_at(const StoreEndpoint& endpoint) try {
+  return std::make_unique<StoreConnection>(endpoint, last_request_timeout);
+} catch (const RendezvousError&) {
+  return nullptr;
+}
+
 /// Listens where rank 0 hosts the store. `all_here`: every rank is on this host. Returns no listener if a store of lockstep
 /// with this secret answers there: another process has the rank 0, and signing in at its store names both. Throws as
 /// listen_on.
@@ -98,11 +89,7 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
                     host_name(), endpoint.host);
     return listener;
   } catch (const PortInUse&) {
-    try {
-      const StoreConnection other(endpoint, last_request_timeout);
-      return std::nullopt;
-    } catch (const RendezvousError&) {  // no store of this run
-    }
+    if (store_at(endpoint)) return std::nullopt;
     throw;
   }
 }
@@ -192,16 +179,10 @@ inline void tell_waiting_ranks(const std::string& text) try {
 /// container does, this is a no-op.
 inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& me) {
   const auto url = parse_rendezvous(env.rendezvous);
-  std::optional<StoreConnection> other;
-  try {
-    other.emplace(StoreEndpoint{url.host, url.port, env.store_secret}, last_request_timeout);
-  } catch (const RendezvousError&) {  // no store of this run
-    return;
-  }
-  try {
-    join_run({*other, last_request_timeout}, env, me);
-  } catch (const StoreError&) {
-  }
+  if (const auto other = store_at({url.host, url.port, env.store_secret})) try {
+      join_run({*other, last_request_timeout}, env, me);
+    } catch (const StoreError&) {
+    }
 }
 
 /// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
@@ -255,7 +236,7 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
   };
   // Under load a rank may take long to come. While it works nobody has to be told, up to the interval of the notices.
   const auto tells = std::min(deadline, Clock::now() + notice_interval);
-  Milliseconds used_before{0};
+  std::map<pid_t, Milliseconds> cpu_times;
   std::optional<Meeting> met;
   while (!met) {
     const auto begin = Clock::now();
@@ -268,12 +249,17 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
     } catch (const StoreError&) {  // not all have come within the timeout
       if (Clock::now() < deadline) {
-        const auto used = env.local_rank == 0 ? cpu_time_of_siblings() : Milliseconds(0);
-        const bool work = used - std::exchange(used_before, used) >= least_progress && Clock::now() < tells;
-        waiting([&] {
-          const auto late = look();
-          const bool come = work || Milliseconds(late.quiet) < first_notice || late.meeting.over();
-          return come ? std::string() : missing(late, "");
+        const bool work =
+            env.local_rank == 0 && Clock::now() < tells && siblings_work(cpu_times, least_progress);
+        waiting([&]() -> std::string {
+          if (work) return {};
+          try {
+            const auto late = look();
+            const bool come = Milliseconds(late.quiet) < first_notice || late.meeting.over();
+            return come ? std::string() : missing(late, "");
+          } catch (const RendezvousError&) {
+            return "the store of the run, which does not answer";
+          }
         });
         continue;
       }

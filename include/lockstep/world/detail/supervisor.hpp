@@ -37,17 +37,11 @@ extern "C" char** environ;  // NOLINT: POSIX declares it in no header
 
 namespace lockstep::detail {
 
-/// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was
-/// replaced. Throws Error if /proc is not mounted.
+/// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was replaced.
 inline std::string own_program() {
   const std::string running = "/proc/self/exe";
   std::error_code error;
   const auto path = std::filesystem::read_symlink(running, error);
-  if (error)
-    throw Error(
-        formatted("cannot find this program's own file, to start it once for each rank: {}: {}. Mount "
-                  "/proc (`mount -t proc proc /proc`), or start the ranks with torchrun",
-                  running, error.message()));
   return std::filesystem::equivalent(path, running, error) ? path.string() : running;
 }
 

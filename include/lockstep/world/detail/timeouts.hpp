@@ -58,6 +58,8 @@ inline constexpr Milliseconds backend_slack{10'000};
 // How long a destructor waits for threads of its own; and while transfers of a failed group over Gloo end: the pause between
 // two looks, how long a connection is quiet then, and how long they may take.
 inline constexpr Milliseconds last_wait{500}, abort_pause{2}, quiet_transfer{20}, most_transfer{300};
+// How often a rank looks whether its launcher is stopped.
+inline constexpr std::chrono::seconds launcher_look{1};
 // A launcher: until a cause, and a consequence, count as the first failure; how often it looks while ranks run and while they
 // end; when it relays a line without an end; and how long it waits for killed orphans of its ranks, and for ranks that
 // handle a signal.

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <ctime>
 #include <functional>
-#include <iostream>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -104,9 +103,9 @@ inline void end_with_agent() {
   if (!parent.empty() && !agent) raise(SIGKILL);
 }
 
-/// Blocks until `thread` ends. Ends this process if its launcher has been stopped for heartbeat_timeout() before: it relays
-/// no output, and reaps nobody.
-inline void join_under_launcher(pthread_t thread) {
+/// Blocks until `thread` ends. Ends this process if its launcher has been stopped for `heartbeat` before: it relays no
+/// output, and reaps nobody.
+inline void join_under_launcher(pthread_t thread, Milliseconds heartbeat) {
   using Clock = std::chrono::steady_clock;
   Clock::time_point looked{}, since{};
   timespec until{};
@@ -114,16 +113,16 @@ inline void join_under_launcher(pthread_t thread) {
     const auto now = Clock::now();
     // Behind the name, which may contain anything. Time in which this process was stopped, too, does not count.
     const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos;
-    if (!stopped || now - looked >= 4 * report_interval) since = now;
+    if (!stopped || now - looked >= 4 * launcher_look) since = now;
     looked = now;
-    if (report_descriptor() >= 0 && now - since >= heartbeat_timeout())
+    if (report_descriptor() >= 0 && now - since >= heartbeat)
       fail_process({.kind = FailureKind::timed_out,
                     .rank = process_rank.load(),
                     .pid = getpid(),
                     .message = stopped_launcher_text(now - since, getppid()),
                     .time = monotonic_nanoseconds()});
     clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += 1;
+    until.tv_sec += std::chrono::seconds(launcher_look).count();
   } while (pthread_timedjoin_np(thread, nullptr, &until) == ETIMEDOUT);
 }
 
@@ -131,6 +130,7 @@ inline void join_under_launcher(pthread_t thread) {
 /// `end_on_uncaught` before any destructor runs. Blocks until `work` returns.
 inline void run_without_handlers(std::function<void()> work) {
   end_on_uncaught();
+  const Milliseconds heartbeat = heartbeat_timeout();  // the program may set variables meanwhile
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   rlimit stack{};
@@ -147,7 +147,7 @@ inline void run_without_handlers(std::function<void()> work) {
   if (status != 0)
     throw Error(formatted("cannot start a thread: {}: start fewer processes, or raise `ulimit -u`",
                           std::strerror(status)));
-  join_under_launcher(thread);
+  join_under_launcher(thread, heartbeat);
 }
 
 }  // namespace lockstep::detail

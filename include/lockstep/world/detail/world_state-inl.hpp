@@ -233,11 +233,11 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
     // A launcher that hosts the store for several hosts waits for every rank to finish.
     const bool awaited =
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
-    if (!joined_ && !(returns && awaited)) {
+    if (!joined_ && !(awaited && (returns || code == 0))) {
       left_ = left_ || returns;
       return code;
     }
-    join({});
+    join(returns ? std::nullopt : std::optional(last_request_timeout));
   }
   const bool first = !left_.exchange(true);
   if (first) {
