@@ -508,6 +508,30 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
     CHECK(reported(process->error()).failure.message.starts_with("rank 2 of 3 did not join within 13 s: "));
 }
 
+TEST_CASE("a store that does not answer while ranks are waited for ends none of them", "[.release]") {
+  const int port = free_port();
+  Together ranks;
+  for (int rank : {0, 1}) ranks.add({program, "well"}, by_hand(rank, 3, port));
+  connect_to(port);  // rank 0 listens
+  std::this_thread::sleep_for(1s);
+  ranks[0].signal(SIGSTOP);
+  CHECK(ranks[1].wait_for_output("waiting for the store of the run, which does not answer; gives up in "));
+  ranks[0].signal(SIGCONT);
+  ranks.add({program, "well"}, by_hand(2, 3, port));
+  CHECK(ranks.wait(60s) == std::vector<int>{0, 0, 0});
+}
+
+TEST_CASE("launchers of two hosts end with ranks that exit before they join") {
+  const int port = free_port();
+  Together launchers;
+  for (int rank : {0, 2}) {
+    auto variables = by_hand(rank, 4, port);
+    variables["MASTER_ADDR"] = host_name();
+    launchers.add({program, "exits well before meeting", "--nproc", "2"}, variables);
+  }
+  CHECK(launchers.wait(20s) == std::vector<int>{0, 0});
+}
+
 TEST_CASE("a rank that works before it comes is not waited for aloud, and one that sleeps is", "[.release]") {
   for (const std::string does : {"works", "sleeps"}) {
     const auto result =
