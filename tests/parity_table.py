@@ -1,6 +1,7 @@
-"""Makes docs/parity.md of what the tests with `parity` in their names have printed in the last run of ctest.
+"""Makes tests/parity.md, and its summary docs/parity.md, of what the tests with `parity` in their names have printed in the
+last run of ctest.
 
-usage: parity_table.py BUILD_FOLDER OUTPUT
+usage: parity_table.py BUILD_FOLDER
 
 Of a test's lines the page takes tables, lines that begin with `note: `, and those that tell what was broken on purpose.
 """
@@ -14,32 +15,44 @@ import textwrap
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 import record
 
+# The heading of a test, what it compares, and what it fails without.
 HEADINGS = {
-    "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
-    "ddp_errors_parity": ("Misuse", "Each cell states how the ranks ended in this run. A rank whose error is not caught ends, as any program does.\n"
-                          "The test fails where lockstep does not throw that error on every rank."),
-    "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent."),
-    "sync_batch_norm_parity": ("SyncBatchNorm", "Results of all ranks together, and one process's."),
-    "optim_parity": ("Optimizers, clipping, averages, schedules", "Parameters and states, compared word by word."),
-    "interchange_parity": ("Interchange", "A run that one side saved and the other continued, beside the run that was not interrupted."),
-    "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s."),
-    "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
-    "parity_mnist": ("The MNIST examples", "The programs mnist, origin_main and ddp_main beside the tutorial's in Python, on real digits."),
-    "parity_multigpu": ("The toy regression", "The programs single_gpu, multigpu, ddp_gpus and multigpu_torchrun beside the same training in Python."),
-    "parity_average_gradients": ("Gradients averaged by hand", "The program itself beside the tutorial's in Python, on real digits."),
-    "parity_imagenet": ("The ImageNet example", "Training, initial values, losses and checkpoints beside the same networks in Python."),
-    "parity_mingpt": ("The minGPT example", "The program itself beside the same model in Python, on tiny Shakespeare."),
+    "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word.", "same bits"),
+    "ddp_errors_parity": ("Misuse", "How the ranks ended in this run. A rank whose error is not caught ends, as any program does.\n"
+                          "The test fails where lockstep does not throw that error on every rank.", "an error on every rank, where Python hangs, dies or trains on"),
+    "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent.", "same bits but of PowerSGD's tensors that are not compressed, which are exact"),
+    "sync_batch_norm_parity": ("SyncBatchNorm", "Results of all ranks together, and one process's.", "within 1e-10 in float64 and 1e-5 in float32 of one process with the joined batch"),
+    "optim_parity": ("Optimizers, clipping, averages, schedules", "Parameters and states, compared word by word.", "same bits; rates within 1e-12"),
+    "interchange_parity": ("Interchange", "A run that one side saved and the other continued, beside the run that was not interrupted.", "same bits"),
+    "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s.", "same bits"),
+    "parity_samplers": ("Samplers", "Every index of every rank and epoch.", "the same"),
+    "parity_mnist": ("The MNIST examples", "The programs mnist, origin_main and ddp_main beside the tutorial's in Python, on real digits.", "same bits; with SyncBatchNorm the accuracy of one process"),
+    "parity_multigpu": ("The toy regression", "The programs single_gpu, multigpu, ddp_gpus and multigpu_torchrun beside the same training in Python.", "same bits"),
+    "parity_average_gradients": ("Gradients averaged by hand", "The program itself beside the tutorial's in Python, on real digits.", "same bits"),
+    "parity_imagenet": ("The ImageNet example", "Training, initial values, losses and checkpoints beside the same networks in Python.", "same bits, losses and checkpoints; resized pixels at most 1 of 255 apart"),
+    "parity_mingpt": ("The minGPT example", "The program itself beside the same model in Python, on tiny Shakespeare.", "same bits"),
 }  # fmt: skip
 
-HEAD = """# Parity with Python
+SUMMARY = """# Parity with Python
 
-Each line is a comparison of lockstep with the real `torch` package ({version}), both loading the same
-`libtorch_cpu.so`, made by the tests with `parity` in their names. "Same bits" means that no bit differs. Repeat it and write
-this page anew with
+The tests with `parity` in their names compare lockstep with the real `torch` package ({version}); both load one
+`libtorch_cpu.so`. "Same bits" means that no bit differs. Most of them also break lockstep on purpose, and fail unless they see it.
+[The whole table](../tests/parity.md) has a row for each comparison. Repeat them, and write both pages anew, with
 
 ```sh
 cmake --build build/test --target parity_table
 ```
+
+{record}
+
+| what | what is compared | comparisons | lockstep |
+|---|---|---|---|
+"""
+
+HEAD = """# Parity with Python, in full
+
+Each line is a comparison of lockstep with the real `torch` package ({version}): [parity.md](../docs/parity.md) says how to
+repeat it.
 
 {record}
 """
@@ -68,8 +81,17 @@ def body(lines):
     return text
 
 
+def summary_row(name, text):
+    """The row of a section of the whole table: its comparisons are the rows of its tables, without their heads."""
+    title, words, result = HEADINGS[name]
+    rows = len(re.findall(r"^\|", text, re.M)) - 2 * len(re.findall(r"^\|(?:---\|)+$", text, re.M))
+    anchor = re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-")
+    return f"| [{title}](../tests/parity.md#{anchor}) | {words.split('. ')[0].rstrip('.')} | {rows} | {result} |\n"
+
+
 def main():
-    build, target = sys.argv[1:]
+    (build,) = sys.argv[1:]
+    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
     with open(os.path.join(build, "Testing", "Temporary", "LastTest.log")) as file:
         found = {name: (passed, lines) for name, passed, lines in sections(file.read())}
     # A comparison at all numbers of ranks says more than the one at three.
@@ -79,16 +101,19 @@ def main():
     missing = [name for name in HEADINGS if name not in found or not (found[name][0] or name in skipped)]
     if missing:
         sys.exit(f"not run, or failed, so that there is no table to write: {', '.join(missing)}")
-    with open(target, "w") as file:
-        file.write(HEAD.format(version=importlib.metadata.version("torch"), record=record.comment(
-            "cmake --build build/test --target parity_table", "CPU, threads, time", page=True)))
-        for name, (title, words) in HEADINGS.items():
-            file.write(f"\n## {title}\n\n{words}\n")
-            if name in skipped:
-                print(f"not compared: {skipped[name]}")
-                file.write(f"\nNot compared in this run: {skipped[name]}\n")
-            else:
-                file.write(body(found[name][1]))
+    values = {"version": importlib.metadata.version("torch"), "record": record.comment(
+        "cmake --build build/test --target parity_table", "CPU, threads, time", page=True)}  # fmt: skip
+    whole, summary = HEAD.format(**values), SUMMARY.format(**values)
+    for name, (title, words, _) in HEADINGS.items():
+        text = body(found[name][1])
+        if name in skipped:
+            print(f"not compared: {skipped[name]}")
+            text = f"\nNot compared in this run: {skipped[name]}\n"
+        whole += f"\n## {title}\n\n{words}\n{text}"
+        summary += summary_row(name, text)
+    for path, text in ("tests/parity.md", whole), ("docs/parity.md", summary):
+        with open(os.path.join(root, path), "w") as file:
+            file.write(text)
 
 
 if __name__ == "__main__":

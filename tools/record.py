@@ -25,7 +25,7 @@ import tempfile
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", "tests/parity.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 RECORD = re.compile(r" *<!-- record(?P<page> page)?: (?P<command>.+) @ (?P<commit>[0-9a-f]{7,40})(; depends: (?P<depends>.+))? -->$")
 
 
