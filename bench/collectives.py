@@ -80,7 +80,7 @@ def main():
     given = parser.parse_args()
     with open(given.config) as file:
         config = json.load(file)
-    lines = [f"All-reduces of floats, launched and waited for one by one. Measured on {datetime.date.today()}: {machine()}; {given.rounds} rounds.", "",
+    lines = [f"All-reduces of floats, one by one. Measured on {datetime.date.today()}: {machine()}; {given.rounds} rounds.", "",
              record.comment("python3 bench/collectives.py build/bench/bench/config.json", "time, CPU", page=True)]
     for ranks in given.ranks:
         found = table(measure(config, ranks, given.rounds, given.largest), ranks)

@@ -188,10 +188,10 @@ def write(path, table, config, rounds, digits):
                                     "{torch.__version__}, Python {sys.version.split()[0]}')"])
     lines = [
         "# Benchmarks", "",
-        "The same training in lockstep, in Python's DistributedDataParallel and in C++ on `c10d::Reducer` (Python's own",
-        f"engine), {RANKS} ranks on one machine, one thread each, run in turn: lockstep in shared memory (CpuComm) and over Gloo, the",
-        "others over Gloo (python-shm: over lockstep's backend), and two loops that do not talk (uncoupled). A ratio below 1 is in lockstep's favour; it",
-        "is the median over the rounds, with the smallest and the largest in brackets. Repeat it with", "",
+        f"The same training in lockstep, in Python's DistributedDataParallel and in C++ on `c10d::Reducer` (Python's own engine): {RANKS} ranks on",
+        "one machine, one thread each: lockstep in shared memory (CpuComm) and over Gloo, the others over Gloo (python-shm: over lockstep's",
+        "backend), and two loops that do not communicate (uncoupled). A ratio below 1 is in lockstep's favour: the median of the rounds, with the",
+        "smallest and the largest in brackets. Repeat it with", "",
         "```sh", "cmake --workflow --preset bench", "```", "",
         record.comment("cmake --workflow --preset bench", "time, CPU", page=True), "",
         "| figure | ratio | median (spread) | goal | lockstep | other | unit |", "|---|---|---|---|---|---|---|",
@@ -200,14 +200,14 @@ def write(path, table, config, rounds, digits):
         lines.append(f"| {figure} | {pair} | {middle:.2f} ({low:.2f}-{high:.2f}) | {goal if goal else ''} | "
                      f"{mine:.4g} | {theirs:.4g} | {unit} |")
     if table.parts:
-        lines += ["", "Optimizers (the mean over SGD, SGD with momentum, Adam and AdamW in their defaults, 10 and 300 parameters),",
-                  "and the sampler at 10^8 samples, each beside LibTorch's in one process:", "",
+        lines += ["", "Optimizers (the mean over SGD, SGD with momentum, Adam and AdamW, 10 and 300 parameters) and the sampler (10^8 samples), "
+                  "beside LibTorch's:", "",
                   "| figure | ratio | median (spread) | goal |", "|---|---|---|---|"]
         for figure, pair, middle, spread in table.parts:
             lines.append(f"| {figure} | {pair} | {middle} {spread} | {GOALS.get(figure, '')} |")
         lines += [""] + [f"DistributedSampler: {remark}." for remark in table.remarks]
     if table.instructions:
-        lines += ["", "Instructions of one step of a rank, by whose code executes them (callgrind):", "",
+        lines += ["", "Instructions of one step of a rank (callgrind):", "",
                   "| training | lockstep's own | c10d's and Gloo's | all | lockstep's share |", "|---|---|---|---|---|"]
         for what, found in table.instructions.items():
             lines.append(f"| {what} | {found['lockstep']:,.0f} | {found['c10d and gloo']:,.0f} | {found['all']:,.0f} | "
@@ -220,18 +220,14 @@ def write(path, table, config, rounds, digits):
     lines += [
         "", f"Measured on {datetime.date.today()}: {machine()}; {first_line([config['compiler'], '--version'])}; flags",
         f"`{config['flags']}`; {torch_version}; {rounds} rounds.", "",
-        "- convnet-step, linear-step: the median step of the slower rank. The 29,034-parameter network of the MNIST",
-        "  example, and `Linear(20, 1)`; batches of 32 in memory; SGD.",
+        "- convnet-step, linear-step: the median step of the slower rank. The 29,034-parameter network of the MNIST example, and `Linear(20, 1)`;",
+        "  batches of 32; SGD.",
         "- python-shm: Python's DDP over lockstep's shared memory (bench/python_backend.cpp), with the bits of Python's DDP over Gloo.",
         "  Its all-reduce blocks, which costs no overlap here: both models have one bucket.",
-        "- start: from the start of the process to the end of the first step of the slower rank, ConvNet; Python",
-        "  started by torchrun and by mp.spawn.",
-        f"- epoch: the second of two epochs over {digits}, loading included. Python loads as the tutorial does, with 4",
-        "  workers; workers0 is the same without any: on two cores an epoch is convolutions, and little else.",
-        "- memory: the most resident memory of the larger rank, ConvNet.",
-        "- exposed: the part of the time in which buckets travel that backward does not hide, as `ddp.report()` tells it;",
-        "  ConvNet in buckets of 32 KiB.",
-        "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
+        "- start: from the start of the process to the end of the slower rank's first step, ConvNet.",
+        f"- epoch: the second of two epochs over {digits}, loading included. Python loads with 4 workers, workers0 without any.",
+        "- memory: the peak resident memory of the larger rank, ConvNet.",
+        "- exposed: the communication time that backward does not hide, by `ddp.report()`; ConvNet in buckets of 32 KiB.", "",
     ]
     others = "\n## The control plane\n"  # what follows is of other programs
     with open(path) as file:

@@ -42,8 +42,8 @@ def main():
     given = parser.parse_args()
     with open(given.config) as file:
         config = json.load(file)
-    lines = [f"Measured on {datetime.date.today()}: {machine()}. The start is that of all ranks, up to the end of the first step of the "
-             "slowest; the CPU time is that of a whole run of one step, of all its processes, for each of them.", "",
+    lines = [f"Measured on {datetime.date.today()}: {machine()}. The start ends with the first step of the slowest rank; the CPU "
+             "time is that of a whole run of one step, per process.", "",
              record.comment("python3 bench/scale.py build/bench/bench/config.json", "time, CPU", page=True), "",
              "| ranks | start, s | CPU time of a process, s | step of `Linear(20, 1)`, us | most memory of a rank, MiB |", "|---|---|---|---|---|"]
     for ranks in given.ranks:
@@ -53,8 +53,8 @@ def main():
         lines.append(f"| {ranks} | {start:.2f} | {cpu / (ranks + (ranks > 1)):.2f} | {max(report['step'] for report in steps) * 1e6:,.0f} | "
                      f"{max(report['peak_kib'] for report in steps) / 1024:,.0f} |")
         print(lines[-1], flush=True)
-    lines += ["", "What DistributedDataParallel adds to the step of the bare loop, for each parameter of a model of small ones (the median of 60 "
-              "steps; below 0 where a gradient is freed while its memory is still in the cache):", "",
+    lines += ["", "What DistributedDataParallel adds to the step of the bare loop, per small parameter (the median of 60 steps; below 0 where a "
+              "gradient is freed while its memory is still in the cache):", "",
               "| parameters | bare loop, us | added at one rank, us | added at two ranks, us |", "|---|---|---|---|"]
     one, two = (run(config, ranks, "parameters", "60", "10")[0] for ranks in (1, 2))
     for report in one:

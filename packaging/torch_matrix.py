@@ -7,7 +7,7 @@ into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchIn
 lockstep is installed once; the program is packaging/conan/test_package, which finds both. Another one, foreign_errors, includes
 all of lockstep/lockstep.hpp, and checks that lockstep understands the errors of that version's Gloo. Each stage prints a line to stderr with its time. With
 CMAKE_CXX_COMPILER_LAUNCHER=ccache in the environment, a repeated run reuses what has not changed. --write replaces the
-table and its record in FILE (README.md). The exit code is 1 if a version failed.
+table and its record in FILE (docs/packaging.md). The exit code is 1 if a version failed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VERSIONS = ["2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
-COMMAND = "python3 packaging/torch_matrix.py --write README.md"
+COMMAND = "python3 packaging/torch_matrix.py --write docs/packaging.md"
 sys.path.insert(0, str(ROOT / "tools"))
 import record
 
