@@ -238,9 +238,14 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     // Rank 0, which hosts the store, is killed after its end.
     auto host = at::full({1}, static_cast<std::int64_t>(getpid()), at::kLong);
     comm.broadcast(host, culprit).synchronize();
-    if (mine) return 0;
+    const std::string entered = "comm_fault/entered";  // a call after rank 0 has left would throw
+    if (mine) {
+      world.store()->wait({entered}, 60s);
+      return 0;
+    }
     std::optional<Comm::Work> more;
     if (fault == "outlives and differs") more = comm.broadcast(tensor, world.rank());
+    world.store()->set(entered, std::string("yes"));
     while (kill(static_cast<pid_t>(host.item<std::int64_t>()), 0) == 0) usleep(20000);
     std::exit(0);
   } else if (fault == "recv") {
