@@ -229,6 +229,7 @@ TEST_CASE("a rank that outlives the store compares its calls with those of the r
     REQUIRE(ranks[1].wait(after_fault));
     CAPTURE(ranks[1].error());
     CHECK(ranks[1].exit_code() == (differs ? 1 : 0));
+    CHECK(count(ranks[1].error(), ", and rank 1 after broadcast #") == (differs ? 1 : 0));
   }
 }
 

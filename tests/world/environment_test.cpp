@@ -164,6 +164,7 @@ TEST_CASE("bad launch arguments are refused on one line") {
            {{"--prefix", "loud"}, {}, "--prefix loud is unknown"},
            {{"--threads", "none"}, {}, "--threads none is not a number"},
            {{}, {{"LOCKSTEP_TIMEOUT", "soon"}}, "LOCKSTEP_TIMEOUT=soon"},
+           {{}, {{"LOCKSTEP_HEARTBEAT_TIMEOUT", "soon"}}, "LOCKSTEP_HEARTBEAT_TIMEOUT=soon"},
            {{"--nproc", "3"},
             launched,
             "--nproc 3 contradicts the launcher that has set LOCAL_RANK, which has started 2 of 2 ranks on "

@@ -56,7 +56,7 @@ TEST_CASE("the line about the run says what started it and the threads of a rank
   const auto result = run({program, "well", "--nproc", "3"}, {{"OMP_NUM_THREADS", ""}});
   INFO(result.out << result.error);
   CHECK(result.about_run == fmt::format("lockstep: 3 ranks on 1 host ({}: 3), started by --nproc; threads "
-                                        "per rank: {}, from the cores of the host divided by its ranks\n",
+                                        "per rank: {}, from its share of the cores\n",
                                         host_name(), share_of_cores(3)));
   CHECK(result.error.empty());
   CHECK(run({program, "well", "--nproc", "3"}, {{"LOCKSTEP_LOG_LEVEL", "warning"}}).about_run.empty());
@@ -512,8 +512,8 @@ TEST_CASE("a store that does not answer while ranks are waited for ends none of 
   const int port = free_port();
   Together ranks;
   for (int rank : {0, 1}) ranks.add({program, "well"}, by_hand(rank, 3, port));
-  connect_to(port);  // rank 0 listens
-  std::this_thread::sleep_for(1s);
+  connect_to(port);                 // rank 0 listens
+  std::this_thread::sleep_for(3s);  // in which rank 1 joins
   ranks[0].signal(SIGSTOP);
   CHECK(ranks[1].wait_for_output("waiting for the store of the run, which does not answer; gives up in "));
   ranks[0].signal(SIGCONT);

@@ -86,8 +86,7 @@ TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are
                   "lockstep: 3 ranks on 1 host ({}: 3), started by {} ({}), rendezvous at tcp://127.0.0.1:6",
                   host_name(), name, variables)) == 1);
   CHECK(count(said.error,
-              fmt::format("; threads per rank: {}, from the cores of the host divided by its ranks\n",
-                          share_of_cores(3))) == 1);
+              fmt::format("; threads per rank: {}, from its share of the cores\n", share_of_cores(3))) == 1);
   CHECK(count(said.error, "lockstep: ") == 1);
 
   // One rank per core of two, bound or not; through a script; and as the user says.

@@ -123,7 +123,7 @@ TEST_CASE("srun starts one rank per task, and rank 0 says what it found") {
   CHECK(
       result.error.starts_with("lockstep: 3 ranks on 2 hosts (n1: 2, n2: 1), started by srun (SLURM_PROCID, "
                                "SLURM_STEP_NUM_TASKS), rendezvous at tcp://n1:6"));
-  CHECK(result.error.ends_with("; threads per rank: 1, from the cores of the host divided by its ranks\n"));
+  CHECK(result.error.ends_with("; threads per rank: 1, from its share of the cores\n"));
   CHECK(count(result.error, "\n") == 1);
   CHECK(slurm(*on, {"srun", "-N", "2", "-n", "3", program, "well"}, {{"LOCKSTEP_LOG_LEVEL", "warning"}})
             .error.empty());

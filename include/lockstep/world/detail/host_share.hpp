@@ -93,7 +93,7 @@ inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
   return static_cast<int>(std::min(present, 1 + std::count(list.begin(), list.end(), ',')));
 }
 
-inline constexpr const char* share_of_cores = "the cores of the host divided by its ranks";
+inline constexpr const char* share_of_cores = "its share of the cores";
 
 /// Returns the number of threads of one of `ranks` ranks that share `host_cores` cores, where the rank itself
 /// may run on `own_cores`: a launcher may bind it to its own part of them.

@@ -60,7 +60,7 @@ inline std::pair<pid_t, std::chrono::milliseconds> parent_and_cpu_time(pid_t pro
   return {parent, std::chrono::milliseconds((user + system) * 1000 / sysconf(_SC_CLK_TCK))};
 }
 
-/// Returns whether a process that this one's parent has started, as a launcher starts the ranks of its host, has used `least`
+/// Returns whether another process that this one's parent has started, as a launcher the ranks of its host, has used `least`
 /// of CPU time since the last call with `times`, the CPU times at that call.
 inline bool siblings_work(std::map<pid_t, std::chrono::milliseconds>& times,
                           std::chrono::milliseconds least) {
@@ -70,7 +70,7 @@ inline bool siblings_work(std::map<pid_t, std::chrono::milliseconds>& times,
   for (std::filesystem::directory_iterator entry("/proc", error), end; entry != end; entry.increment(error)) {
     const pid_t process = std::atoi(entry->path().filename().c_str());  // 0 for another entry
     const auto [parent, time] = parent_and_cpu_time(process);
-    if (parent != getppid()) continue;
+    if (parent != getppid() || process == getpid()) continue;
     times[process] = time;
     const auto known = before.find(process);
     work = work || known == before.end() || time - known->second >= least;

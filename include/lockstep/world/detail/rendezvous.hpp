@@ -249,8 +249,8 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
           formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
     } catch (const StoreError&) {  // not all have come within the timeout
       if (Clock::now() < deadline) {
-        const bool work =
-            env.local_rank == 0 && Clock::now() < tells && siblings_work(cpu_times, least_progress);
+        const bool work = report_descriptor() >= 0 && env.local_rank == 0 && Clock::now() < tells &&
+                          siblings_work(cpu_times, least_progress);
         waiting([&]() -> std::string {
           if (work) return {};
           try {

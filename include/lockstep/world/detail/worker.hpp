@@ -106,16 +106,17 @@ inline void end_with_agent() {
 /// Blocks until `thread` ends. Ends this process if its launcher has been stopped for `heartbeat` before: it relays no
 /// output, and reaps nobody.
 inline void join_under_launcher(pthread_t thread, Milliseconds heartbeat) {
+  if (report_descriptor() < 0) return static_cast<void>(pthread_join(thread, nullptr));
   using Clock = std::chrono::steady_clock;
   Clock::time_point looked{}, since{};
   timespec until{};
   do {
     const auto now = Clock::now();
-    // Behind the name, which may contain anything. Time in which this process was stopped, too, does not count.
+    // Behind the name, which may contain anything. A long stop of this process, too, does not count.
     const bool stopped = proc_file(getppid(), "stat").value_or("").find(") T ") != std::string::npos;
     if (!stopped || now - looked >= 4 * launcher_look) since = now;
     looked = now;
-    if (report_descriptor() >= 0 && now - since >= heartbeat)
+    if (now - since >= heartbeat)
       fail_process({.kind = FailureKind::timed_out,
                     .rank = process_rank.load(),
                     .pid = getpid(),

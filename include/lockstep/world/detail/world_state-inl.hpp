@@ -237,7 +237,7 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
       left_ = left_ || returns;
       return code;
     }
-    join(returns ? std::nullopt : std::optional(last_request_timeout));
+    join({});
   }
   const bool first = !left_.exchange(true);
   if (first) {
