@@ -2,6 +2,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <random>
@@ -22,6 +23,7 @@ using lockstep::detail::CallDifference;
 using lockstep::detail::FrameReader;
 using lockstep::detail::FrameWriter;
 using lockstep::detail::GroupStatus;
+using lockstep::detail::RecordedCall;
 using lockstep_test::mistaken;
 using lockstep_test::random_steps;
 using lockstep_test::Step;
@@ -35,6 +37,11 @@ void enter(GroupStatus& status, const Step& step) {
   const auto root = step.root < 0 ? std::nullopt : std::optional(step.root);
   status.enter(step.operation, {}, CallContent::of(op, root, tensors),
                std::make_shared<const std::string>("bucket " + std::to_string(step.label)));
+}
+
+std::vector<RecordedCall> last_calls(GroupStatus& status) {
+  status.ask_calls();
+  return status.new_marks().value().calls;
 }
 
 // The store's side: what two ranks differ in, once it is known.
@@ -87,7 +94,7 @@ TEST_CASE(
     missed += other != right && !found;
     blamed += other == right && found;
     if (!store.found) continue;
-    const auto calls = [&](int rank) { return ranks[static_cast<std::size_t>(rank)]->last_calls(); };
+    const auto calls = [&](int rank) { return last_calls(*ranks[static_cast<std::size_t>(rank)]); };
     const auto first = lockstep::detail::first_difference(calls(store.found->one), calls(store.found->other));
     const auto differs =
         std::mismatch(right.begin(), right.end(), other.begin(), other.end()).first - right.begin();
@@ -139,13 +146,41 @@ TEST_CASE("ranks that wait for each other after different numbers of collectives
 
 TEST_CASE("a rank that has left reports its last collectives once more, and then nothing") {
   for (const bool reported : {false, true}) {
-    GroupStatus status("group", {});
+    GroupStatus status("group", {0, 1});
     for (int call = 0; call < 3; ++call) status.enter("barrier");
-    if (reported) CHECK(status.new_marks()->marks.size() == 1);
+    if (reported) CHECK(status.new_marks()->calls.empty());
     status.leave();
-    CHECK(status.new_marks().value().marks.size() == 3);
+    const auto last = status.new_marks().value();
+    CHECK(last.marks.size() == 3);
+    CHECK(last.calls.size() == 3);
     CHECK(!status.new_marks());
   }
+}
+
+TEST_CASE("the more ranks a group has, the fewer calls each sends as it leaves") {
+  for (const auto& [ranks, calls] :
+       std::map<int, std::size_t>{{2, 1024}, {16, 1024}, {64, 256}, {4096, 64}}) {
+    GroupStatus status("group", std::vector<int>(static_cast<std::size_t>(ranks)));
+    for (int call = 0; call < 1100; ++call) status.enter("barrier");
+    status.leave();
+    const auto last = status.new_marks().value();
+    REQUIRE(last.calls.size() == calls);
+    CHECK(last.calls.back().call.sequence == 1100);
+  }
+}
+
+TEST_CASE("the last calls of a rank that has left stand for those of every rank with the same history") {
+  CallComparison comparison(4);
+  GroupStatus one("group", {0, 1}), other("group", {0, 1});
+  for (int call = 0; call < 5; ++call)
+    one.enter("barrier"), other.enter(call == 3 ? "all_gather" : "barrier");
+  const auto calls = last_calls(one), others = last_calls(other);
+  comparison.keep(calls);
+  CHECK(comparison.kept(5, calls[4].hash).size() == 5);
+  CHECK(comparison.kept(3, others[2].hash).size() == 5);  // as far as that both have made the same
+  CHECK(comparison.kept(4, others[3].hash).empty());
+  CHECK(comparison.kept(6, calls[4].hash).empty());
+  CHECK(comparison.kept(0, 0).empty());
 }
 
 TEST_CASE("calls that the last 1,024 do not reach are said to differ all the same") {
@@ -154,7 +189,7 @@ TEST_CASE("calls that the last 1,024 do not reach are said to differ all the sam
   other.enter("all_gather");
   for (int call = 0; call < 2000; ++call) one.enter("barrier"), other.enter("barrier");
   const auto failure =
-      lockstep::detail::mismatch({1, 0, 2001}, "lockstep/comm/0", one.last_calls(), other.last_calls());
+      lockstep::detail::mismatch({1, 0, 2001}, "lockstep/comm/0", last_calls(one), last_calls(other));
   CHECK(failure.kind == lockstep::FailureKind::mismatch);
   CHECK(failure.rank == 0);
   CHECK(failure.cause == 1);

@@ -62,8 +62,8 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
   for (const auto& [values, words] : std::vector<std::pair<Values, std::string>>{
            {rank("2", "2"), "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
            {rank("-1", "2"), "RANK=-1"},
-           {rank("one", "2"), "RANK=one is not a whole number"},
-           {rank("1.5", "2"), "RANK=1.5"},
+           {rank("one", "2"), "RANK='one' is not a whole number"},
+           {rank("1.5", "2"), "RANK='1.5'"},
            {rank("0", "2 "), "WORLD_SIZE='2 ' is not a whole number"},
            {rank("0", "99999999999"),
             "WORLD_SIZE=99999999999 is out of range: it must be in 1 to 2147483647"},
@@ -74,17 +74,13 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
             "LOCAL_RANK=1 is set but RANK is not: set RANK to the number of this process (with --nproc, of "
             "the "
             "first on this host) and WORLD_SIZE to the number of all ranks, or unset LOCAL_RANK"},
-           {{{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
+           {{{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE='two'"},
            {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "1"}},
             "; or unset RANK and WORLD_SIZE, for the rank of mpirun of Open MPI"},
            {changed(rank("1", "2"), "MASTER_ADDR", ""), "MASTER_ADDR is not set"},
            {changed(rank("1", "2"), "MASTER_PORT", ""), "MASTER_PORT is not set"},
            {changed(rank("1", "2"), "MASTER_PORT", "70000"), "MASTER_PORT=70000 is out of range"},
            {rank("0", "4", {{"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}}), "LOCAL_RANK=2 is out of range"},
-           {rank("0", "4", {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}}),
-            "LOCAL_RANK=1 is out of range: with RANK=0 it must be in 0 to 0"},
-           {rank("0", "2", {{"LOCAL_RANK", "1"}}),
-            "LOCAL_RANK=1 is out of range: with RANK=0 it must be in 0 to 0"},
            {rank("0", "2", {{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "3"}}),
             "LOCAL_WORLD_SIZE=3 is out of range: with WORLD_SIZE=2 it must be in 1 to 2"}})
     refused(values, words);
@@ -163,8 +159,8 @@ TEST_CASE("bad launch arguments are refused on one line") {
            {{"--nproc", "100000"}, {}, "--nproc 100000 is more than 64 processes"},
            {{"--prefix", "loud"}, {}, "--prefix loud is unknown"},
            {{"--threads", "none"}, {}, "--threads none is not a number"},
-           {{}, {{"LOCKSTEP_TIMEOUT", "soon"}}, "LOCKSTEP_TIMEOUT=soon"},
-           {{}, {{"LOCKSTEP_HEARTBEAT_TIMEOUT", "soon"}}, "LOCKSTEP_HEARTBEAT_TIMEOUT=soon"},
+           {{}, {{"LOCKSTEP_TIMEOUT", "soon"}}, "LOCKSTEP_TIMEOUT='soon'"},
+           {{}, {{"LOCKSTEP_HEARTBEAT_TIMEOUT", "soon"}}, "LOCKSTEP_HEARTBEAT_TIMEOUT='soon'"},
            {{"--nproc", "3"},
             launched,
             "--nproc 3 contradicts the launcher that has set LOCAL_RANK, which has started 2 of 2 ranks on "

@@ -395,8 +395,7 @@ class Simulation {
     report(rank);
     at(500ms, [this, &rank] { report_often(rank); });
   }
-  void report(Rank& rank) {
-    std::vector<CallMarks> marks;
+  void report(Rank& rank, std::vector<CallMarks> marks = {}) {
     if (std::exchange(rank.reported, rank.call) != rank.call)
       marks.push_back({"g", static_cast<std::uint64_t>(size_), {{rank.call, rank.hash}}});
     const std::vector<RankPosition> positions{{"g", position(rank)}};
@@ -405,7 +404,7 @@ class Simulation {
   void take_push(Rank& rank, StorePush kind, FrameReader& in) {
     if (kind == StorePush::question) return report(rank);
     if (kind == StorePush::calls)
-      return send(rank, StoreOperation::calls, [&](FrameWriter& out) { out.text("g").value(rank.history); });
+      return report(rank, {{"g", static_cast<std::uint64_t>(size_), {}, rank.history}});
     rank.view.learn(in.value<Event>());
     if (rank.view.over()) return end(rank, 1);
     look(rank);

@@ -259,7 +259,8 @@ TEST_CASE(
   const auto send = [](Client& client, const char* operation, std::uint64_t hash) {
     const std::vector<RecordedCall> calls{{1, "barrier", {.operation = "barrier", .sequence = 5}},
                                           {hash, operation, {.operation = operation, .sequence = 6}}};
-    client.connection.post(StoreOperation::calls, "g", calls);
+    client.connection.post(StoreOperation::report, std::vector<RankPosition>{},
+                           std::vector<CallMarks>{{"g", 2, {}, calls}});
   };
   report(one, 1, 7);
   report(two, 2, 8);
@@ -273,6 +274,34 @@ TEST_CASE(
   CHECK(failure.cause == 2);
   CHECK(failure.call.operation == "all_reduce");
   CHECK(failure.call.sequence == 6);
+}
+
+TEST_CASE(
+    "a rank that has left and ended before another one's calls turn out to differ has left its own here") {
+  const Served served;
+  const auto calls = [](const char* operation, std::uint64_t hash) {
+    return std::vector<RecordedCall>{{hash, operation, {.operation = operation, .sequence = 1}}};
+  };
+  {
+    Client gone(served.endpoint);
+    gone.ask(StoreOperation::subscribe, 2);
+    gone.connection.post(StoreOperation::report, std::vector<RankPosition>{},
+                         std::vector<CallMarks>{{"g", 2, {{1, 8}}, calls("broadcast", 8)}});
+    gone.run().publish({.kind = Event::departed, .rank = 2, .group = "g", .position = {.sequence = 1}});
+  }
+  Client one(served.endpoint);
+  one.ask(StoreOperation::subscribe, 1);
+  one.connection.post(StoreOperation::report, std::vector<RankPosition>{},
+                      std::vector<CallMarks>{{"g", 2, {{1, 7}}}});
+  CHECK(pushed_to(one, 1) == Strings{"calls"});
+  one.connection.post(StoreOperation::report, std::vector<RankPosition>{},
+                      std::vector<CallMarks>{{"g", 2, {}, calls("all_reduce", 7)}});
+  const auto failure = failure_of_run(one, 1);
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.operation == "all_reduce");
+  CHECK(failure.call.sequence == 1);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {

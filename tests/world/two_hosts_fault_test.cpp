@@ -125,8 +125,7 @@ TEST_CASE("a rank that two hosts claim is named on both within 10 s, also rank 0
     on.start("B", rank_at("10.177.0.1", rank, 3));
     if (rank == 0) std::this_thread::sleep_for(1s);
     on.start("A", rank_at("10.177.0.1", rank, 3));
-    on.all_end_with(1,
-                    fmt::format(", the latter with RANK={}: give every process its own RANK on node", rank));
+    on.all_end_with(1, fmt::format(", the latter with RANK={}: give every process its own RANK, and", rank));
     for (const auto& process : on.ranks.all)
       for (const char* claimant : {"nodeA pid ", "nodeB pid "}) CHECK(count(process->error(), claimant) == 1);
   }

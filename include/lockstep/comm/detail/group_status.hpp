@@ -118,14 +118,6 @@ class GroupStatus : public ReportedGroup {
     const std::lock_guard lock(mutex_);
     return last_.empty() ? FailedCall{} : call(sequence_).call;
   }
-  [[nodiscard]] std::vector<RecordedCall> last_calls() const override {
-    const std::lock_guard lock(mutex_);
-    std::vector<RecordedCall> calls;
-    const std::uint64_t kept = std::min<std::uint64_t>(sequence_, most_kept);
-    for (std::uint64_t sequence = sequence_ - kept + 1; sequence <= sequence_; ++sequence)
-      calls.push_back(call(sequence));
-    return calls;
-  }
   /// Of the last collective, and of the last multiple of each power of 2 from mark_interval on, one of which all ranks
   /// report whatever their pace is. Where no collective has come since the last report, or will, once of the last mark_interval:
   /// ranks that wait for each other after numbers of collectives that differ by less share one of these.
@@ -141,15 +133,28 @@ class GroupStatus : public ReportedGroup {
     if (waits_)
       for (std::uint64_t back = 1; back < std::min(sequence_, mark_interval); ++back)
         all.marks.push_back({sequence_ - back, last_[(sequence_ - back) % most_kept].hash});
+    const auto most = std::exchange(asked_, false) ? most_kept : left_ ? told_at_end() : 0;
+    for (std::uint64_t sequence = sequence_ - std::min(sequence_, most); sequence < sequence_;)
+      all.calls.push_back(call(++sequence));
     return all;
+  }
+  void ask_calls() override {
+    const std::lock_guard lock(mutex_);
+    asked_ = true;
+    waits_ = false;  // reports once more
   }
   void leave() override {
     const std::lock_guard lock(mutex_);
     left_ = true;
+    waits_ = false;
   }
 
  private:
   static constexpr std::uint64_t most_kept = 1024;
+  // How many calls a rank that leaves reports: 16,384 of all ranks, but no fewer than of a difference that is found in time.
+  [[nodiscard]] std::uint64_t told_at_end() const {
+    return std::clamp(16 * most_kept / ranks.size(), mark_interval, most_kept);
+  }
 
   struct Entry {
     Call call{};
@@ -165,6 +170,7 @@ class GroupStatus : public ReportedGroup {
   mutable std::mutex mutex_;
   std::uint64_t sequence_ = 0, hash_ = 0, reported_ = ~std::uint64_t{0};
   bool waits_ = false, left_ = false;  // no collective had come since the last report, or will come
+  bool asked_ = false;                 // for the last calls
   std::vector<Entry> last_;            // by number, modulo its size; empty before the first collective
   std::array<std::pair<std::uint64_t, std::uint64_t>, 40> marks_{};  // by power of 2
 };

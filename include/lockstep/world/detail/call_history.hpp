@@ -60,10 +60,11 @@ struct CallMarks {
   std::string group = {};
   std::uint64_t ranks = 0;
   std::vector<CallMark> marks = {};
+  std::vector<RecordedCall> calls = {};  // the last ones, of a rank that leaves it or is asked for them
 };
 template <>
 inline constexpr auto fields_of<CallMarks> =
-    std::tuple{&CallMarks::group, &CallMarks::ranks, &CallMarks::marks};
+    std::tuple{&CallMarks::group, &CallMarks::ranks, &CallMarks::marks, &CallMarks::calls};
 
 /// The last collective of a rank in a communicator.
 struct RankPosition {
@@ -81,11 +82,11 @@ struct ReportedGroup {
   [[nodiscard]] virtual FailedCall position() const = 0;
   /// Returns the number of the last collective and the hash of all.
   [[nodiscard]] virtual CallMark mark() const = 0;
-  /// Returns the last collectives, in their order.
-  [[nodiscard]] virtual std::vector<RecordedCall> last_calls() const = 0;
   /// Returns the marks that the store compares, if there are new ones.
   virtual std::optional<CallMarks> new_marks() = 0;
-  /// No collective follows. The next report is the last: the store forgets the group once all ranks have left.
+  /// The next marks come with the last calls.
+  virtual void ask_calls() = 0;
+  /// No collective follows. The next marks are the last: the store forgets the group once all ranks have left.
   virtual void leave() = 0;
 
   const std::string name;
@@ -93,13 +94,13 @@ struct ReportedGroup {
   std::atomic<bool> failed{false};
 };
 
-/// Two ranks whose collectives up to number `sequence` differ.
+/// Two ranks whose collectives up to number `sequence` differ, and the hashes of these.
 struct CallDifference {
   int one = -1, other = -1;
-  std::uint64_t sequence = 0;
+  std::uint64_t sequence = 0, one_hash = 0, other_hash = 0;
 };
 
-/// Compares what the ranks of one communicator report. It keeps at most 512 hashes.
+/// Compares what the ranks of one communicator report. It keeps at most 512 hashes, and the last calls of 4 ranks.
 class CallComparison {
  public:
   explicit CallComparison(std::size_t ranks) : ranks_(ranks) {}
@@ -112,7 +113,7 @@ class CallComparison {
     auto& known = known_[sequence % mark_interval == 0];
     const auto [found, added] = known.try_emplace(sequence, hash, rank);
     const auto [first_hash, first_rank] = found->second;
-    if (first_hash != hash) return CallDifference{first_rank, rank, sequence};
+    if (first_hash != hash) return CallDifference{first_rank, rank, sequence, first_hash, hash};
     if (known.size() > most_kept) known.erase(known.begin());
     return std::nullopt;
   }
@@ -130,6 +131,18 @@ class CallComparison {
     if (!fewest_ || left_.at(*fewest_).sequence >= sequence) return std::nullopt;
     return *left_.find(*fewest_);
   }
+  /// Keeps the last calls of a rank that leaves, which will not be there to tell them: of ranks with equal calls once.
+  void keep(const std::vector<RecordedCall>& calls) {
+    if (!calls.empty() && last_calls_.size() < 4) last_calls_.try_emplace(calls.back().hash, calls);
+  }
+  /// Returns the last calls of a rank that has left and whose collectives up to number `sequence` have the hash `hash`.
+  [[nodiscard]] std::vector<RecordedCall> kept(std::uint64_t sequence, std::uint64_t hash) const {
+    for (const auto& [last, calls] : last_calls_)
+      if (const auto back = calls.back().call.sequence - sequence;
+          back < calls.size() && calls[calls.size() - 1 - back].hash == hash)
+        return calls;
+    return {};
+  }
   [[nodiscard]] const std::map<int, FailedCall>& left() const { return left_; }
   [[nodiscard]] bool all_left() const { return left_.size() >= ranks_; }
   /// Returns the number of the last collective of any rank.
@@ -143,6 +156,7 @@ class CallComparison {
   std::uint64_t furthest_ = 0;
   std::map<int, FailedCall> left_;  // the last collectives of the ranks that have left
   std::optional<int> fewest_;       // of these, one with the fewest
+  std::map<std::uint64_t, std::vector<RecordedCall>> last_calls_;  // by the hash of all
 };
 
 /// Returns the first calls that differ among the last calls of two ranks; nothing if these do not reach back to them.

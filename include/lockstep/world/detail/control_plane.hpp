@@ -252,10 +252,15 @@ class ControlPlane {
     std::vector<CallMarks> marks;
     {
       std::lock_guard lock(mutex_);
+      std::size_t room = 1 << 16;  // calls in one frame
       for (const auto& group : groups_) {
         if (last) group->leave();
         if (!last || !group->failed) positions.push_back({group->name, group->position()});
-        if (auto found = group->new_marks()) marks.push_back(std::move(*found));
+        if (auto found = group->new_marks()) {
+          if (found->calls.size() > room) found->calls.clear();
+          room -= found->calls.size();
+          marks.push_back(std::move(*found));
+        }
       }
     }
     connection_->post(StoreOperation::report, positions, marks);
@@ -346,14 +351,13 @@ class ControlPlane {
     } else if (kind == StorePush::question) {
       report();
     } else if (kind == StorePush::calls) {
-      const std::string name(in.text());
-      std::vector<RecordedCall> calls;
       {
+        const std::string name(in.text());
         std::lock_guard lock(mutex_);
         for (const auto& group : groups_)
-          if (group->name == name) calls = group->last_calls();
+          if (group->name == name) group->ask_calls();
       }
-      connection_->post(StoreOperation::calls, name, calls);
+      report();
     }
   }
 

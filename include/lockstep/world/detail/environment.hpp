@@ -49,7 +49,7 @@ struct Environment {
   bool store_outlives_attempts = false;
   /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK and LOCAL_WORLD_SIZE).
   bool launched = false;
-  /// LOCAL_RANK without LOCAL_WORLD_SIZE. The rendezvous refuses it if the ranks that join contradict it.
+  /// LOCAL_RANK without LOCAL_WORLD_SIZE. Refused once all have joined if it is not the place.
   std::optional<int> expected_local_rank = {};
   /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
   /// mpirun, or numbers given by hand, may not be.
@@ -100,9 +100,7 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
   if (value && *value >= least && *value <= most) return value;
   if (text->find_first_not_of("0123456789", text->starts_with('-') ? 1 : 0) == std::string::npos)
     throw UsageError(formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
-  const char* quote = text->find_first_of(" \t\r\n") != std::string::npos ? "'" : "";  // else invisible
-  throw UsageError(
-      formatted("{}={}{}{} is not a whole number. Set it to one, or unset it", name, quote, *text, quote));
+  throw UsageError(formatted("{}='{}' is not a whole number. Set it to one, or unset it", name, *text));
 }
 
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
@@ -252,7 +250,6 @@ inline std::optional<Environment> place_by(const Variables& variables, const Lau
   require(names.rank, *rank, 0, *size - 1, names.size);
   if (local_size) require(names.local_size, *local_size, 1, *size, names.size);
   if (local_rank && local_size) require(names.local_rank, *local_rank, 0, *local_size - 1, names.local_size);
-  if (local_rank) require(names.local_rank, *local_rank, 0, *rank, names.rank);
   Environment env;
   env.rank = *rank;
   env.size = *size;
@@ -366,11 +363,8 @@ inline std::optional<Environment> launched_environment(const Variables& variable
   auto env = place_by(variables, *names);
   if (!env || env->size == 1) return std::nullopt;  // a process alone, which may start ranks itself
   if (nproc == 0) require_size(variables, *env);
-  const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
-  if (local_rank && env->launched && *local_rank != env->local_rank)
-    throw UsageError(formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
-                               env->local_variable, env->local_rank, env->launcher));
-  if (local_rank && !env->launched) {  // a script may say what the launcher leaves open
+  if (integer_variable(variables, "LOCAL_RANK", 0) &&
+      !env->launched) {  // a script may say what the launcher leaves open
     env = place_by(variables, {"", names->rank, names->size, "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
     env->launcher = names->launcher;
   }

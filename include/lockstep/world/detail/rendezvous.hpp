@@ -111,20 +111,17 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
 
 /// Returns the error of two processes with the rank of `env`.
 inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
-  const auto host = [](const std::string& process) { return process.substr(0, process.find(' ')); };
-  auto text = formatted("rank {} is claimed by {} and {}", env.rank, owner, me);
+  const bool command = env.launcher == "--nproc";  // whose RANK is the first of its ranks
   const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
-  if (env.launcher == "--nproc")
-    text += formatted(
-        ", the latter with RANK={} and --nproc {}: give every command its own RANK, the first of its ranks",
-        env.rank - env.local_rank, env.local_size);
-  else
-    text +=
-        formatted("{}: give every process its own {} on {}{}",
-                  variable.empty() ? std::string() : formatted(", the latter with {}={}", variable, env.rank),
-                  variable.empty() ? std::string("rank") : variable, host(owner),
-                  host(owner) == host(me) ? "" : " and " + host(me));
-  return text + ", and every run a MASTER_PORT of its own";
+  const auto number = command ? formatted("{} and --nproc {}", env.rank - env.local_rank, env.local_size)
+                              : std::to_string(env.rank);
+  return formatted(
+      "rank {} is claimed by {} and {}{}: give every {} its own {}, and every run a MASTER_PORT of its own",
+      env.rank, owner, me, variable.empty() ? "" : formatted(", the latter with {}={}", variable, number),
+      command ? "command" : "process",
+      command            ? "RANK, the first of its ranks"
+      : variable.empty() ? "rank"
+                         : variable);
 }
 
 /// Joins the run as `me`. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on
@@ -147,28 +144,15 @@ inline void join_run(RunClient run, const Environment& env, const RankIdentity& 
                              : duplicate_text(env, owner, me.process));
 }
 
-/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op if the variables determine no
-/// address of another rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose
+/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op for rank 0, which hosts the store,
+/// without MASTER_ADDR and MASTER_PORT, and where a launching process or torchrun's agent ends the other ranks. A run whose
 /// ranks have all joined goes on.
 inline void tell_waiting_ranks(const std::string& text) try {
+  const auto address = process_variable("MASTER_ADDR"), port = process_variable("MASTER_PORT");
   if (report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
-  // The numbers do not determine the address, and may be the fault: any other rank than 0 will do.
-  bool by_hand = true;
-  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"})
-    by_hand = by_hand && (process_variable("RANK") || !process_variable(name));
-  const Variables variables = [&](const char* name) -> std::optional<std::string> {
-    const std::string_view wanted = name;
-    if (by_hand && wanted == "RANK") return process_variable(name) == "0" ? "0" : "1";
-    if (by_hand && wanted == "WORLD_SIZE") return "2";
-    for (const char* other :
-         {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_NODEID"})
-      if (wanted == other) return std::nullopt;
-    return process_variable(name);
-  };
-  const Environment env = read_environment(variables);
-  if (env.rendezvous.empty() || env.rank == 0) return;  // rank 0 hosts the store
-  const auto url = parse_rendezvous(env.rendezvous);
-  StoreConnection store({url.host, url.port, env.store_secret}, last_request_timeout);
+  if (!address || !port || process_variable("RANK") == "0") return;
+  const auto url = parse_rendezvous(formatted("tcp://{}:{}", *address, *port));
+  StoreConnection store({url.host, url.port, read_store_secret()}, last_request_timeout);
   refuse_rendezvous({store, last_request_timeout},
                     formatted("{} cannot join: {}", process_name(getpid()), text));
 } catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown

@@ -88,16 +88,6 @@ class RunState {
         return answer(asker, in, now);
       case StoreOperation::report:
         return take_report(connection, in, now);
-      case StoreOperation::calls: {
-        const std::string group(in.text());
-        auto calls = in.value<std::vector<RecordedCall>>();
-        const auto from = subscribers_.find(connection);
-        if (!dispute_ || dispute_->group != group || from == subscribers_.end()) return in.whole();
-        if (from->second == dispute_->found.one) dispute_->calls[0] = std::move(calls);
-        if (from->second == dispute_->found.other) dispute_->calls[1] = std::move(calls);
-        if (!dispute_->calls[0].empty() && !dispute_->calls[1].empty()) settle();
-        return in.whole();
-      }
       default:
         return false;
     }
@@ -141,6 +131,13 @@ class RunState {
     CallDifference found;
     std::vector<RecordedCall> calls[2] = {};
     Time until;
+
+    /// Returns where the last calls of a rank belong, null if they are there or are not needed.
+    std::vector<RecordedCall>* missing(int rank) {
+      for (const int i : {0, 1})
+        if (rank == (i == 0 ? found.one : found.other) && calls[i].empty()) return &calls[i];
+      return nullptr;
+    }
   };
 
   void summarize(const Asker& asker, const std::optional<std::string>& meeting, Time now) {
@@ -226,7 +223,7 @@ class RunState {
         known == reports_.end() || known->second.connection != connection)
       return;
     reports_.erase(rank);
-    if (dispute_ && (dispute_->found.one == rank || dispute_->found.other == rank)) settle();
+    if (dispute_ && dispute_->missing(rank)) settle();
   }
   [[nodiscard]] bool answer(const Asker& asker, FrameReader& in, Time now) {
     const auto group = comparisons_.find(std::string(in.text()));
@@ -268,8 +265,13 @@ class RunState {
         break;
       }
       CallComparison& comparison = comparisons_.try_emplace(group.group, group.ranks).first->second;
+      comparison.keep(group.calls);
+      if (dispute_ && dispute_->group == group.group) {
+        if (auto* missing = dispute_->missing(from->second)) *missing = group.calls;
+        settle(true);
+      }
       for (const CallMark& mark : group.marks)
-        contest(group.group, comparison.report(from->second, mark), now);
+        contest(group.group, comparison, comparison.report(from->second, mark), now);
       if (group.marks.empty()) continue;
       if (const auto left = comparison.left_before(group.marks[0].sequence))
         out_.push({connection}, StorePush::event,
@@ -280,16 +282,25 @@ class RunState {
     }
     return in.whole();
   }
-  // Asks two ranks whose calls differ for their last calls, if both are there to tell them.
-  void contest(const std::string& group, const std::optional<CallDifference>& found, Time now) {
+  // Asks two ranks whose calls differ for their last calls, if they have not left them here and are there to tell them.
+  void contest(const std::string& group, const CallComparison& comparison,
+               const std::optional<CallDifference>& found, Time now) {
     if (!found || dispute_ || failure_) return;
-    dispute_ = {.group = group, .found = *found, .until = now + dispute_timeout};
-    const auto one = reports_.find(found->one), other = reports_.find(found->other);
-    if (one == reports_.end() || other == reports_.end()) return settle();
-    out_.push({one->second.connection, other->second.connection}, StorePush::calls,
-              FrameWriter().text(group).payload());
+    dispute_ = {.group = group,
+                .found = *found,
+                .calls = {comparison.kept(found->sequence, found->one_hash),
+                          comparison.kept(found->sequence, found->other_hash)},
+                .until = now + dispute_timeout};
+    for (const int rank : {found->one, found->other}) {
+      if (!dispute_->missing(rank)) continue;
+      const auto there = reports_.find(rank);
+      if (there == reports_.end()) return settle();
+      out_.push({there->second.connection}, StorePush::calls, FrameWriter().text(group).payload());
+    }
+    settle(true);
   }
-  void settle() {
+  void settle(bool once_told = false) {
+    if (once_told && (dispute_->calls[0].empty() || dispute_->calls[1].empty())) return;
     const Dispute dispute = *std::exchange(dispute_, std::nullopt);
     const auto& calls = dispute.calls;
     publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls[0], calls[1])});

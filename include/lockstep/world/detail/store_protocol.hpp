@@ -77,15 +77,14 @@ enum class StoreOperation : std::uint8_t {
   subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
   publish,    ///< Event -> whether it is news
   report,     ///< a RankPosition and the CallMarks of each communicator; no reply
-  ask,        ///< communicator, ranks, flag -> the RankReport of each; with the flag each is asked to report
-  calls       ///< a group and the last calls of the subscribed rank, see StorePush::calls; no reply
+  ask         ///< communicator, ranks, flag -> the RankReport of each; with the flag each is asked to report
 };
 
 inline constexpr std::uint64_t push_id = ~std::uint64_t{0};
 enum class StorePush : std::uint8_t {
   event,     ///< an Event
   question,  ///< nothing: the rank reports
-  calls      ///< a group: the rank sends its last calls
+  calls      ///< a group: the rank reports its last calls in it
 };
 
 /// The members of a struct that is sent, in their order.
