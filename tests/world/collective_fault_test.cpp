@@ -49,27 +49,6 @@ TEST_CASE("collectives run and end well") {
   CHECK(result.left == 0);
 }
 
-TEST_CASE("a local rank alone that is not the place on the host ends all ranks") {
-  Together ranks;
-  const int port = free_port();
-  for (int rank : {0, 1}) {
-    auto variables = by_hand(rank, 2, port);
-    variables["LOCAL_RANK"] = "0";
-    ranks.add({program, "well"}, variables);
-  }
-  CHECK(ranks.wait() == std::vector<int>{1, 1});
-  for (int rank : {0, 1}) {
-    const Reported said = reported(ranks[rank].error());
-    INFO(ranks[rank].error());
-    CHECK(said.failure.rank == 1);
-    CHECK(said.noticed_by == (rank == 0 ? 0 : -1));
-    CHECK(said.failure.message ==
-          fmt::format("LOCAL_RANK=0 contradicts the other ranks on {}, among which this one is number 1: set "
-                      "LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK",
-                      host_name()));
-  }
-}
-
 TEST_CASE("a communicator that an exception has ended is not the world: the next one works") {
   for (const std::string mode : {"retries", "retries after one", "retries late"})
     for (const int nproc : {2, 3}) {

@@ -385,17 +385,27 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
   CHECK(sets->wait() == std::vector<int>{0, 0, 0, 0});
 }
 
-TEST_CASE("a local rank alone is taken where it is right") {
-  Together ranks;
-  const int port = free_port();
-  for (int rank : {0, 1}) {
-    auto variables = by_hand(rank, 2, port);
-    variables["LOCAL_RANK"] = std::to_string(rank);
-    ranks.add({program, "well"}, variables);
+TEST_CASE("a local rank alone is taken where it is right, and refused where it is wrong") {
+  for (const bool right : {true, false}) {
+    Together ranks;
+    const int port = free_port();
+    for (int rank : {0, 1}) {
+      auto variables = by_hand(rank, 2, port);
+      variables["LOCAL_RANK"] = std::to_string(right ? rank : 0);
+      ranks.add({program, "well"}, variables);
+    }
+    CHECK(ranks.wait() == (right ? std::vector<int>{0, 0} : std::vector<int>{1, 1}));
+    for (int rank : {0, 1}) {
+      INFO(ranks[rank].out() << ranks[rank].error());
+      if (right)
+        CHECK(count(ranks[rank].out(), fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
+      else
+        CHECK(ranks[rank].error().ends_with(
+            fmt::format(": LOCAL_RANK=0 of rank 1 contradicts the other ranks on {}, among which it is "
+                        "number 1: set LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK\n",
+                        host_name())));
+    }
   }
-  CHECK(ranks.wait() == std::vector<int>{0, 0});
-  for (int rank : {0, 1})
-    CHECK(count(ranks[rank].out(), fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
 }
 
 TEST_CASE("two steps of a job that get one port do not become one run") {

@@ -361,7 +361,7 @@ class Simulation {
   }
   void leave(Rank& rank) {
     if (!exits_) {
-      report(rank);
+      report_end(rank);
       publish(rank, {.kind = Event::departed, .rank = rank.number, .group = "g", .position = position(rank)});
       rank.in_group = false;
     }
@@ -372,7 +372,7 @@ class Simulation {
     if (rank.ended || !rank.alive) return;
     std::vector<RankPosition> last;  // as of WorldState::end
     if (code == 0 && rank.in_group) {
-      report(rank);
+      report_end(rank);
       last = {{"g", position(rank)}};
     }
     publish(rank, {.kind = Event::ended, .rank = rank.number, .failure = {.code = code}, .last = last});
@@ -394,6 +394,11 @@ class Simulation {
     if (!acts(rank)) return;
     report(rank);
     at(500ms, [this, &rank] { report_often(rank); });
+  }
+  // With the last calls, as GroupStatus does once its rank leaves.
+  void report_end(Rank& rank) {
+    rank.reported = rank.call;
+    report(rank, {{"g", static_cast<std::uint64_t>(size_), {{rank.call, rank.hash}}, rank.history}});
   }
   void report(Rank& rank, std::vector<CallMarks> marks = {}) {
     if (std::exchange(rank.reported, rank.call) != rank.call)

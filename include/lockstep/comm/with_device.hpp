@@ -4,7 +4,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

@@ -8,7 +8,6 @@
 #include <sys/socket.h>
 
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>

@@ -133,7 +133,9 @@ class GroupStatus : public ReportedGroup {
     if (waits_)
       for (std::uint64_t back = 1; back < std::min(sequence_, mark_interval); ++back)
         all.marks.push_back({sequence_ - back, last_[(sequence_ - back) % most_kept].hash});
-    const auto most = std::exchange(asked_, false) ? most_kept : left_ ? told_at_end() : 0;
+    // At the end all ranks together 16,384 or so, but each no fewer than between two marks.
+    const auto at_end = std::clamp(16 * most_kept / ranks.size(), mark_interval, most_kept);
+    const auto most = std::exchange(asked_, false) ? most_kept : left_ ? at_end : 0;
     for (std::uint64_t sequence = sequence_ - std::min(sequence_, most); sequence < sequence_;)
       all.calls.push_back(call(++sequence));
     return all;
@@ -145,16 +147,11 @@ class GroupStatus : public ReportedGroup {
   }
   void leave() override {
     const std::lock_guard lock(mutex_);
-    left_ = true;
-    waits_ = false;
+    if (!std::exchange(left_, true)) waits_ = false;
   }
 
  private:
   static constexpr std::uint64_t most_kept = 1024;
-  // How many calls a rank that leaves reports: 16,384 of all ranks, but no fewer than of a difference that is found in time.
-  [[nodiscard]] std::uint64_t told_at_end() const {
-    return std::clamp(16 * most_kept / ranks.size(), mark_interval, most_kept);
-  }
 
   struct Entry {
     Call call{};

@@ -5,8 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
-#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>

@@ -16,7 +16,6 @@
 #include "lockstep/comm/detail/host_work.hpp"
 #include "lockstep/comm/detail/shm_engine.hpp"
 #include "lockstep/detail/describe.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 

@@ -131,11 +131,11 @@ class CallComparison {
     if (!fewest_ || left_.at(*fewest_).sequence >= sequence) return std::nullopt;
     return *left_.find(*fewest_);
   }
-  /// Keeps the last calls of a rank that leaves, which will not be there to tell them: of ranks with equal calls once.
+  /// Keeps the last calls of a rank, which may not be there later to tell them: of ranks with equal calls once.
   void keep(const std::vector<RecordedCall>& calls) {
     if (!calls.empty() && last_calls_.size() < 4) last_calls_.try_emplace(calls.back().hash, calls);
   }
-  /// Returns the last calls of a rank that has left and whose collectives up to number `sequence` have the hash `hash`.
+  /// Returns kept calls of which those up to number `sequence` have the hash `hash`.
   [[nodiscard]] std::vector<RecordedCall> kept(std::uint64_t sequence, std::uint64_t hash) const {
     for (const auto& [last, calls] : last_calls_)
       if (const auto back = calls.back().call.sequence - sequence;

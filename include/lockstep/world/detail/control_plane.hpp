@@ -252,7 +252,7 @@ class ControlPlane {
     std::vector<CallMarks> marks;
     {
       std::lock_guard lock(mutex_);
-      std::size_t room = 1 << 16;  // calls in one frame
+      std::size_t room = 1 << 14;  // calls in one frame
       for (const auto& group : groups_) {
         if (last) group->leave();
         if (!last || !group->failed) positions.push_back({group->name, group->position()});
@@ -348,10 +348,8 @@ class ControlPlane {
   void take(StorePush kind, FrameReader& in) {
     if (kind == StorePush::event) {
       learn(in.value<Event>());
-    } else if (kind == StorePush::question) {
-      report();
-    } else if (kind == StorePush::calls) {
-      {
+    } else {
+      if (kind == StorePush::calls) {
         const std::string name(in.text());
         std::lock_guard lock(mutex_);
         for (const auto& group : groups_)

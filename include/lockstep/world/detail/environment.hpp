@@ -49,7 +49,7 @@ struct Environment {
   bool store_outlives_attempts = false;
   /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK and LOCAL_WORLD_SIZE).
   bool launched = false;
-  /// LOCAL_RANK without LOCAL_WORLD_SIZE. Refused once all have joined if it is not the place.
+  /// LOCAL_RANK without LOCAL_WORLD_SIZE. The rendezvous refuses it if the ranks that join contradict it.
   std::optional<int> expected_local_rank = {};
   /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
   /// mpirun, or numbers given by hand, may not be.
@@ -363,8 +363,7 @@ inline std::optional<Environment> launched_environment(const Variables& variable
   auto env = place_by(variables, *names);
   if (!env || env->size == 1) return std::nullopt;  // a process alone, which may start ranks itself
   if (nproc == 0) require_size(variables, *env);
-  if (integer_variable(variables, "LOCAL_RANK", 0) &&
-      !env->launched) {  // a script may say what the launcher leaves open
+  if (!env->launched && variables("LOCAL_RANK")) {  // a script may say what the launcher leaves open
     env = place_by(variables, {"", names->rank, names->size, "LOCAL_RANK", "LOCAL_WORLD_SIZE"});
     env->launcher = names->launcher;
   }

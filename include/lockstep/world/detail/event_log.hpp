@@ -105,7 +105,7 @@ inline constexpr auto fields_of<Meeting> =
 /// What the store knows of a run.
 struct RunSummary {
   std::optional<Failure> failure{};  // the first
-  std::optional<Failure> dispute{};  // calls differ, and two ranks are asked which
+  std::optional<Failure> dispute{};  // calls differ, and it is not yet known which
   std::size_t ended = 0;             // how many ranks have ended
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining

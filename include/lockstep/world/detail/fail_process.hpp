@@ -11,7 +11,6 @@
 #include <exception>
 #include <iostream>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <utility>
 

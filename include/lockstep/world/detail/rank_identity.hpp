@@ -34,7 +34,8 @@ struct RankIdentity {
   std::string address = {};        ///< at which other hosts reach the rank, or empty
   std::string threads = {};        ///< the number of its threads
   std::string thread_source = {};  ///< what determines that number
-  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty.
+  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty. Without
+  /// `local_size`, `local_rank` is a place that the ranks which join must confirm.
   std::string local_rank = {}, local_size = {}, local_variable = {};
   std::string program = {};  ///< see program_text; empty where all ranks run one
 
@@ -100,6 +101,23 @@ struct JoinAnswer {
 template <>
 inline constexpr auto fields_of<JoinAnswer> =
     std::tuple{&JoinAnswer::rank, &JoinAnswer::size, &JoinAnswer::sized_by};
+
+/// Returns the error about a LOCAL_RANK without LOCAL_WORLD_SIZE that is not the rank's number among those of
+/// its host, empty if there is none.
+inline std::string unconfirmed_local_rank(const std::vector<RankIdentity>& ranks) {
+  std::map<std::string, int> ranks_on;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const RankIdentity& identity = ranks[rank];
+    const int number = ranks_on[identity.host]++;
+    if (!identity.local_rank.empty() && identity.local_size.empty() &&
+        identity.local_rank != std::to_string(number))
+      return formatted(
+          "LOCAL_RANK={} of rank {} contradicts the other ranks on {}, among which it is number {}: set "
+          "LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK",
+          identity.local_rank, rank, identity.host_text(), number);
+  }
+  return {};
+}
 
 /// Returns the error about two ranks of a host that have one local rank; empty if there are none. The ranks
 /// of a host may be several complete sets: launchers can imitate several hosts on one.

@@ -112,16 +112,14 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
 /// Returns the error of two processes with the rank of `env`.
 inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
   const bool command = env.launcher == "--nproc";  // whose RANK is the first of its ranks
-  const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
+  const auto name = env.rank_variables.substr(0, env.rank_variables.find(','));
+  const auto variable = name.empty() ? "rank" : name;
   const auto number = command ? formatted("{} and --nproc {}", env.rank - env.local_rank, env.local_size)
                               : std::to_string(env.rank);
   return formatted(
       "rank {} is claimed by {} and {}{}: give every {} its own {}, and every run a MASTER_PORT of its own",
-      env.rank, owner, me, variable.empty() ? "" : formatted(", the latter with {}={}", variable, number),
-      command ? "command" : "process",
-      command            ? "RANK, the first of its ranks"
-      : variable.empty() ? "rank"
-                         : variable);
+      env.rank, owner, me, name.empty() ? "" : formatted(", the latter with {}={}", name, number),
+      command ? "command" : "process", command ? "RANK, the first of its ranks" : variable);
 }
 
 /// Joins the run as `me`. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on
@@ -144,15 +142,26 @@ inline void join_run(RunClient run, const Environment& env, const RankIdentity& 
                              : duplicate_text(env, owner, me.process));
 }
 
-/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op for rank 0, which hosts the store,
-/// without MASTER_ADDR and MASTER_PORT, and where a launching process or torchrun's agent ends the other ranks. A run whose
+/// Refuses the rendezvous with `text`, the error by which this process cannot join. A no-op if the variables determine no
+/// address of another rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose
 /// ranks have all joined goes on.
 inline void tell_waiting_ranks(const std::string& text) try {
-  const auto address = process_variable("MASTER_ADDR"), port = process_variable("MASTER_PORT");
   if (report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
-  if (!address || !port || process_variable("RANK") == "0") return;
-  const auto url = parse_rendezvous(formatted("tcp://{}:{}", *address, *port));
-  StoreConnection store({url.host, url.port, read_store_secret()}, last_request_timeout);
+  // The numbers do not determine the address, and may be the fault: any other rank than 0 will do.
+  const bool by_hand = process_variable("RANK") || !launcher_of(process_variable);
+  const Variables variables = [&](const char* name) -> std::optional<std::string> {
+    const std::string_view wanted = name;
+    if (by_hand && wanted == "RANK") return process_variable(name) == "0" ? "0" : "1";
+    if (by_hand && wanted == "WORLD_SIZE") return "2";
+    for (const char* other :
+         {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID", "SLURM_NODEID"})
+      if (wanted == other) return std::nullopt;
+    return process_variable(name);
+  };
+  const Environment env = read_environment(variables);
+  if (env.rendezvous.empty() || env.rank == 0) return;  // rank 0 hosts the store
+  const auto url = parse_rendezvous(env.rendezvous);
+  StoreConnection store({url.host, url.port, env.store_secret}, last_request_timeout);
   refuse_rendezvous({store, last_request_timeout},
                     formatted("{} cannot join: {}", process_name(getpid()), text));
 } catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown

@@ -244,9 +244,10 @@ class RunMembers {
     for (const auto& [number, one] : members_) all.push_back(one.identity.value_or(RankIdentity{}));
     all_.several_hosts =
         std::any_of(all.begin(), all.end(), [&](const RankIdentity& one) { return one.host != all[0].host; });
-    if (const auto wrong = repeated_local_rank(all); !wrong.empty() && !all_.end)
-      all_.end = Event{.kind = Event::refused,
-                       .failure = {.call = {.operation = detail::rendezvous}, .message = wrong}};
+    for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
+      if (!wrong.empty() && !all_.end)
+        all_.end = Event{.kind = Event::refused,
+                         .failure = {.call = {.operation = detail::rendezvous}, .message = wrong}};
     tell(all_, meeting());
   }
   void keep_made(const std::string& name) {

@@ -26,9 +26,9 @@ namespace lockstep::detail {
 
 /// What the store knows of a run: its members, its events, of failures the first, and where each rank is.
 ///
-/// It serves the requests about the run, and tells the ranks that have subscribed what each of them must know (see Event),
-/// in one order. It keeps the positions that ranks report, and compares the hashes of their collectives: where two
-/// differ, it asks these ranks for their last calls, and publishes the first that differs as the run's failure.
+/// It serves the requests about the run, and tells the ranks that have subscribed what each must know (see Event), in one
+/// order. It keeps the positions that ranks report, and compares the hashes of their collectives: where two differ, it takes
+/// the last calls of both, for which it asks unless they have left, and publishes the first that differs as a failure.
 ///
 /// A connection of a rank that has joined may close before that rank has made a communicator or has ended. Then the rank
 /// has ended while other ranks wait for it: that is the run's failure, unless the rank itself or its launcher, which know
@@ -39,7 +39,7 @@ namespace lockstep::detail {
 class RunState {
  public:
   using Time = std::chrono::steady_clock::time_point;
-  static constexpr std::size_t max_groups = 1 << 16;
+  static constexpr std::size_t max_groups = 1 << 16, most_with_calls = 64;
 
   /// `doubt`: what may keep ranks from reaching the store, for who waits for them.
   explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {})
@@ -129,15 +129,8 @@ class RunState {
   struct Dispute {
     std::string group;
     CallDifference found;
-    std::vector<RecordedCall> calls[2] = {};
+    std::map<int, std::vector<RecordedCall>> calls = {};  // of both
     Time until;
-
-    /// Returns where the last calls of a rank belong, null if they are there or are not needed.
-    std::vector<RecordedCall>* missing(int rank) {
-      for (const int i : {0, 1})
-        if (rank == (i == 0 ? found.one : found.other) && calls[i].empty()) return &calls[i];
-      return nullptr;
-    }
   };
 
   void summarize(const Asker& asker, const std::optional<std::string>& meeting, Time now) {
@@ -223,7 +216,7 @@ class RunState {
         known == reports_.end() || known->second.connection != connection)
       return;
     reports_.erase(rank);
-    if (dispute_ && dispute_->missing(rank)) settle();
+    if (dispute_ && dispute_->calls.contains(rank) && dispute_->calls[rank].empty()) settle();
   }
   [[nodiscard]] bool answer(const Asker& asker, FrameReader& in, Time now) {
     const auto group = comparisons_.find(std::string(in.text()));
@@ -259,17 +252,18 @@ class RunState {
     Report& known = reports_[from->second];
     known = {connection, in.value<std::vector<RankPosition>>(), now};
     for (const CallMarks& group : in.value<std::vector<CallMarks>>()) {
+      if (dispute_ && dispute_->group == group.group) {
+        if (auto calls = dispute_->calls.find(from->second); calls != dispute_->calls.end())
+          if (calls->second.empty()) calls->second = group.calls;
+        settle(true);
+      }
       if (aborted_.contains(group.group)) continue;
       if (!comparisons_.contains(group.group) && comparisons_.size() >= max_groups) {
         publish({.failure = too_many_groups(from->second, max_groups)});
         break;
       }
       CallComparison& comparison = comparisons_.try_emplace(group.group, group.ranks).first->second;
-      comparison.keep(group.calls);
-      if (dispute_ && dispute_->group == group.group) {
-        if (auto* missing = dispute_->missing(from->second)) *missing = group.calls;
-        settle(true);
-      }
+      if (comparisons_.size() <= most_with_calls) comparison.keep(group.calls);
       for (const CallMark& mark : group.marks)
         contest(group.group, comparison, comparison.report(from->second, mark), now);
       if (group.marks.empty()) continue;
@@ -282,28 +276,26 @@ class RunState {
     }
     return in.whole();
   }
-  // Asks two ranks whose calls differ for their last calls, if they have not left them here and are there to tell them.
+  // Asks two ranks whose calls differ for their last calls. One that has left has left them here, if there was room.
   void contest(const std::string& group, const CallComparison& comparison,
                const std::optional<CallDifference>& found, Time now) {
     if (!found || dispute_ || failure_) return;
-    dispute_ = {.group = group,
-                .found = *found,
-                .calls = {comparison.kept(found->sequence, found->one_hash),
-                          comparison.kept(found->sequence, found->other_hash)},
-                .until = now + dispute_timeout};
-    for (const int rank : {found->one, found->other}) {
-      if (!dispute_->missing(rank)) continue;
+    dispute_ = {.group = group, .found = *found, .until = now + dispute_timeout};
+    for (const auto& [rank, hash] :
+         {std::pair(found->one, found->one_hash), std::pair(found->other, found->other_hash)}) {
       const auto there = reports_.find(rank);
-      if (there == reports_.end()) return settle();
-      out_.push({there->second.connection}, StorePush::calls, FrameWriter().text(group).payload());
+      const bool asks = there != reports_.end() && !comparison.left().contains(rank);
+      if (asks) out_.push({there->second.connection}, StorePush::calls, FrameWriter().text(group).payload());
+      dispute_->calls[rank] = asks ? std::vector<RecordedCall>() : comparison.kept(found->sequence, hash);
+      if (!asks && dispute_->calls[rank].empty()) return settle();
     }
     settle(true);
   }
   void settle(bool once_told = false) {
-    if (once_told && (dispute_->calls[0].empty() || dispute_->calls[1].empty())) return;
-    const Dispute dispute = *std::exchange(dispute_, std::nullopt);
-    const auto& calls = dispute.calls;
-    publish({.kind = Event::failed, .failure = mismatch(dispute.found, dispute.group, calls[0], calls[1])});
+    for (const auto& [rank, calls] : dispute_->calls)
+      if (once_told && calls.empty()) return;
+    auto [group, found, calls, until] = *std::exchange(dispute_, std::nullopt);
+    publish({.kind = Event::failed, .failure = mismatch(found, group, calls[found.one], calls[found.other])});
   }
 
   const std::chrono::milliseconds end_grace_;

@@ -187,6 +187,8 @@ class StoreConnection {
     if (socket_.to_send() > max_frame_bytes) throw_timeout();  // requests abandoned before they were sent
     socket_.out += frame.take();
     socket_.send();
+    if (reading_ && !socket_.out.empty())
+      eventfd_write(wake_.get(), 1);  // for the thread that reads to send the rest
     return id;
   }
 
@@ -203,7 +205,6 @@ class StoreConnection {
       pollfd polled[] = {
           {socket_.fd.get(), static_cast<short>(socket_.out.empty() ? POLLIN : POLLIN | POLLOUT), 0},
           {wake_.get(), POLLIN, 0}};
-      // A thread that writes meanwhile may leave bytes for this one to send.
       const auto left = std::min<Clock::duration>(until - Clock::now(), 2 * look_interval);
       lock.unlock();
       const auto most = std::chrono::ceil<Milliseconds>(left).count();

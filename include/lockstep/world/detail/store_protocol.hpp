@@ -47,7 +47,7 @@ inline std::string printable(std::string_view text) {
 /// its length in 4 bytes, then its payload. A request is an id of 8 bytes, a StoreOperation byte and
 /// arguments. A reply is the id, a StoreStatus byte and a result. A push is `push_id`, a StorePush byte and a
 /// content. Integers are little-endian. A string is its length in 4 bytes and its bytes.
-inline constexpr std::string_view store_magic = "lockstep store 8\n";
+inline constexpr std::string_view store_magic = "lockstep store 9\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 

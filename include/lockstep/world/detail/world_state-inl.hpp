@@ -80,6 +80,8 @@ inline RankIdentity own_identity(const std::string& address, const Environment& 
     identity.local_rank = std::to_string(env.local_rank);
     identity.local_size = std::to_string(env.local_size);
     identity.local_variable = env.local_variable;
+  } else if (env.expected_local_rank) {
+    identity.local_rank = std::to_string(*env.expected_local_rank);
   }
   return identity;
 }
@@ -173,11 +175,6 @@ LOCKSTEP_INLINE void WorldState::place_ranks(const Rendezvous& joined) {
     }
   }
   if (!numbered) local_ = local;
-  if (environment.expected_local_rank.value_or(local.rank) != local.rank)
-    throw RendezvousError(
-        formatted("LOCAL_RANK={} contradicts the other ranks on {}, among which this one is number {}: set "
-                  "LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK",
-                  *environment.expected_local_rank, host_name(), local.rank));
 }
 
 LOCKSTEP_INLINE WorldState::LocalPlace WorldState::local_place() {
