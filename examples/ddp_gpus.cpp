@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/cli.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace nn = torch::nn;

@@ -29,6 +29,7 @@
 #include "lockstep/cli.hpp"
 #include "lockstep/datasets/image_folder.hpp"
 #include "lockstep/datasets/image_transforms.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace nn = torch::nn;

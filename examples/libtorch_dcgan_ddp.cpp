@@ -15,7 +15,7 @@
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/ddp.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;

@@ -42,7 +42,11 @@
 #include <toml++/toml.h>
 
 #include "lockstep/cli.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/lockstep.hpp"
+#include "lockstep/report/metrics_files.hpp"
+#include "lockstep/report/run_report.hpp"
+#include "lockstep/report/tensorboard.hpp"
 
 namespace nn = torch::nn;
 

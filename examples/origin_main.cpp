@@ -18,6 +18,7 @@
 
 #include "lockstep/cli.hpp"
 #include "lockstep/datasets/mnist.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace nn = torch::nn;

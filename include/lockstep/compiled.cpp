@@ -13,6 +13,7 @@
 #include "lockstep/detail/format-inl.hpp"
 #include "lockstep/detail/json-inl.hpp"
 #include "lockstep/grad/detail/model-inl.hpp"
+#include "lockstep/interchange/detail/state_dict-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
 #include "lockstep/report/detail/append_file-inl.hpp"
 #include "lockstep/report/detail/metrics_files-inl.hpp"
@@ -20,10 +21,10 @@
 #include "lockstep/report/detail/tensorboard-inl.hpp"
 #include "lockstep/report/detail/trace_recorder-inl.hpp"
 #include "lockstep/train/detail/instantiations.hpp"
-#include "lockstep/train/detail/state_dict-inl.hpp"
+#include "lockstep/train/detail/optimizer_check-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"
 #include "lockstep/world/detail/world_state-inl.hpp"
 #if __has_include(<nlohmann/json.hpp>)
-#include "lockstep/train/detail/safetensors-inl.hpp"
+#include "lockstep/interchange/detail/safetensors-inl.hpp"
 #endif

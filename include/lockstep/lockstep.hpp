@@ -2,9 +2,9 @@
 
 #include "lockstep/detail/libtorch_required.hpp"
 
-// Every public header except ddp.hpp, whose headers are all here, comm/nccl_comm.hpp, which needs CUDA,
-// cli.hpp, which needs CLI11, train/safetensors.hpp, which needs nlohmann/json, train/script_model.hpp, which
-// includes TorchScript, and those of datasets/.
+// Every public header of the core. On request: those of interchange/, report/ and datasets/, the seldom hooks
+// grad/hooks/power_sgd_hook.hpp and post_local_sgd_hook.hpp, comm/nccl_comm.hpp, which needs CUDA, comm/mpi_comm.hpp,
+// which needs MPI, cli.hpp, which needs CLI11, and train/script_model.hpp, which includes TorchScript.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/cpu_comm.hpp"
@@ -26,8 +26,6 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
-#include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/nn/activation_checkpoint.hpp"
@@ -40,10 +38,6 @@
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/report/metrics_files.hpp"
-#include "lockstep/report/run_report.hpp"
-#include "lockstep/report/tensorboard.hpp"
-#include "lockstep/report/trace.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/evaluate.hpp"
@@ -51,7 +45,6 @@
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/monitor.hpp"
 #include "lockstep/train/peak_memory.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/stop_on_signal.hpp"
 #include "lockstep/train/trainer.hpp"

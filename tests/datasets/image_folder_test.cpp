@@ -7,7 +7,7 @@
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/datasets/image_transforms.hpp"
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "support/images.hpp"
 #include "support/refuses.hpp"
 #include "support/temporary_folder.hpp"

@@ -2,8 +2,15 @@
 
 #include <torch/torch.h>
 
+#include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/interchange/run_state_dict.hpp"
+#include "lockstep/interchange/safetensors.hpp"
 #include "lockstep/lockstep.hpp"
-#include "lockstep/train/safetensors.hpp"
+#include "lockstep/report/metrics_files.hpp"
+#include "lockstep/report/run_report.hpp"
+#include "lockstep/report/tensorboard.hpp"
+#include "lockstep/report/trace.hpp"
 
 /// The names that the pages' statements use without declaring them. The statements are compiled, never linked.
 namespace docs {

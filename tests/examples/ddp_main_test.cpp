@@ -6,8 +6,8 @@
 #include "examples/output.hpp"
 #include "examples/square_digits.hpp"
 #include "lockstep/files.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace ddp_main_test {

@@ -5,7 +5,7 @@
 
 #include "examples/output.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "support/images.hpp"
 #include "support/temporary_folder.hpp"
 

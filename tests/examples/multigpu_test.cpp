@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "examples/output.hpp"
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/torchrun.hpp"
 

@@ -4,8 +4,8 @@
 #include "grad/models.hpp"
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/optim/optimizers.hpp"
-#include "lockstep/train/state_dict.hpp"
 
 namespace state_ranks_test {
 

@@ -7,8 +7,8 @@
 
 #include "grad/models.hpp"
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/optim/optimizers.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "optim/common.hpp"
 
 namespace zero_redundancy_ranks_test {

@@ -10,6 +10,7 @@
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/optim/averaging.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"

@@ -17,8 +17,8 @@
 #include <thread>
 
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/train/detail/run_checkpoint.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "support/refuses.hpp"
 #include "support/temporary_folder.hpp"
 #include "train/nets.hpp"

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"

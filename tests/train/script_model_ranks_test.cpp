@@ -6,7 +6,7 @@
 
 #include <memory>
 
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/common_folder.hpp"

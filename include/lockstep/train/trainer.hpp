@@ -134,29 +134,6 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
 
-  /// Writes the state dicts of a run for Python. `torch.load(path, weights_only=True)` returns a dict with
-  /// "model", "optimizer", "epoch" and "step", the numbers of completed epochs and steps, and with "scaler"
-  /// under Fp16; see lockstep::state_dict. It holds neither generators nor the position in the data: call it in
-  /// an EpochCallback or outside of `fit`, and to resume in C++, use save_checkpoint. The file is written
-  /// atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart, UsageError
-  /// inside a step, and the error of DistributedDataParallel::synchronize.
-  void save_state_dict(const std::filesystem::path& path) {
-    const detail::CallScope scope("Trainer::save_state_dict");
-    prepare_save("save_state_dict", "OnEpoch");
-    detail::write_state_dict(checkpointed_run(), precision_, path);
-  }
-  /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch", "step" and
-  /// "scaler" may be missing, and then stay as they are. The next `fit` starts with the first batch of the epoch after
-  /// the completed ones. Call it before `fit`. Collective. Throws UsageError inside `fit`. Throws CheckpointError,
-  /// which names every missing, unexpected and misshapen entry of the model and of the optimizer (of its states only if
-  /// they can be paired with its parameters), and then changes nothing.
-  void load_state_dict(const std::filesystem::path& path) {
-    const detail::CallScope scope("Trainer::load_state_dict");
-    forbid_inside_fit("load_state_dict");
-    detail::read_state_dict(checkpointed_run(), precision_, path);
-    resumed_.reset();
-  }
-
   /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
   /// returns once the file is written, or throws CheckpointError.
   void save(const std::filesystem::path& path) {
@@ -186,6 +163,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
+  friend detail::RunAccess;
+
   // The scope lives through the member initializers, whose collectives it names.
   template <class... Given>
   Trainer(const detail::CallScope&, const World& world, const TrainerOptions& options, Given&... given)

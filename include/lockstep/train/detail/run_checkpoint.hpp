@@ -1,10 +1,11 @@
 #pragma once
 
-#include <ATen/core/Dict.h>
+#include <torch/serialize.h>
 
 #include "lockstep/optim/detail/sharded_state.hpp"
+#include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/train/detail/optimizer_check.hpp"
 
 namespace lockstep::detail {
 
@@ -146,7 +147,8 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     write_part(archive, "optimizer", run.optimizer);
     write_part(archive, "position", run.position);
     write_ranks(archive, ranks);
-    write_bytes(archive, "ddp", pickle_state(ddp));
+    const std::vector<char> pickled = torch::pickle_save(ddp);
+    write_bytes(archive, "ddp", {pickled.data(), pickled.size()});
     run.each_more([&]<class Part>([[maybe_unused]] const std::string& key, [[maybe_unused]] Part& part) {
       if constexpr (!PerRankPart<Part>) write_part(archive, key, part);
     });
@@ -273,7 +275,10 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
           !device.is_cpu() && state.device_generator.defined())
         set_default_generator_state(state.device_generator, device);
     });
-    on_all([&] { run.ddp.load_state(unpickle_state(read_bytes(archive, "ddp"), "ddp")); });
+    on_all([&] {
+      const std::string pickled = read_bytes(archive, "ddp");
+      run.ddp.load_state(torch::pickle_load({pickled.begin(), pickled.end()}));
+    });
     tensors.copy();
     restore_position(run.position, std::move(position), run.log);
   } catch (const std::exception&) {
@@ -286,82 +291,21 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   return state;
 }
 
-/// A precision with a GradScaler, such as Fp16.
-template <class P>
-concept HasScaler = requires(const P& precision) {
-  { precision.scaler() } -> std::same_as<const GradScaler&>;
+/// The run of a Trainer for functions outside of it, such as those of interchange/.
+struct RunAccess {
+  /// Returns the run, to be saved by the function `name`, which may be called in `callbacks`. Throws as save_checkpoint.
+  template <class T>
+  static auto to_save(T& trainer, const char* name, const char* callbacks) {
+    trainer.prepare_save(name, callbacks);
+    return trainer.checkpointed_run();
+  }
+  /// Calls `restore(run)` in the function `name`. Throws as load_checkpoint.
+  template <class T, class Restore>
+  static void restore(T& trainer, const char* name, Restore&& restore) {
+    trainer.forbid_inside_fit(name);
+    restore(trainer.checkpointed_run());
+    trainer.resumed_.reset();
+  }
 };
-
-template <class Run, class Precision>
-void write_state_dict(Run run, const Precision& precision, const std::filesystem::path& path) {
-  if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
-  agree_with_rank_zero<CheckpointError>(run.comm, [&] {
-    c10::impl::GenericDict file(c10::StringType::get(), c10::AnyType::get());
-    file.insert("model", dict_of(state_dict(run.model)));
-    file.insert("optimizer", state_dict(run.optimizer));
-    if constexpr (HasScaler<Precision>) file.insert("scaler", state_dict(precision.scaler()));
-    file.insert("epoch", run.position.epoch);
-    file.insert("step", run.position.step);
-    torch_save(c10::IValue(file), path);
-  });
-}
-
-/// Restores a run from a file of write_state_dict. Collective. Every rank throws an equal CheckpointError.
-/// Changes the model and the position last.
-template <class Run, class Precision>
-void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::filesystem::path& path) {
-  const c10::IValue value = torch_load(path, run.comm);
-  std::string warning;
-  agree<CheckpointError>(run.comm, [&] {
-    const auto refuse = [&](const std::string& reason) {
-      throw CheckpointError(formatted(
-          "{} {}: save {{\"model\": model.state_dict(), \"optimizer\": optimizer.state_dict()}} with "
-          "torch.save, or load a model alone by load_state_dict(trainer.model(), ...)",
-          path.string(), reason));
-    };
-    if (!value.isGenericDict()) refuse("holds no dict");
-    const c10::impl::GenericDict file = value.toGenericDict();
-    std::string missing;
-    for (const char* key : {"model", "optimizer"})
-      if (!file.contains(key)) missing += formatted("{} \"{}\"", missing.empty() ? "" : " and", key);
-    if (!missing.empty()) refuse("has no entry" + missing);
-    const auto number = [&](const char* key, std::int64_t otherwise) {
-      if (!file.contains(key)) return otherwise;
-      const c10::IValue count = file.at(key);
-      if (!count.isInt() || count.toInt() < 0 || count.toInt() > most_counted)
-        refuse(formatted("has an entry \"{}\" that is no count", key));
-      return count.toInt();
-    };
-    const std::int64_t epoch = number("epoch", run.position.epoch), step = number("step", run.position.step);
-    std::string faults;  // of both, in one error
-    const auto collect = [&faults](const auto& read) {
-      try {
-        read();
-      } catch (const CheckpointError& error) {
-        faults += (faults.empty() ? "" : "; ") + first_line(error);
-      }
-    };
-    collect([&] { check_state_dict(run.model, file.at("model")); });
-    const auto load_optimizer = [&](bool apply) {
-      return load_optimizer_dict(run.optimizer, file.at("optimizer"), unique_parameters(run.model), apply);
-    };
-    collect([&] { warning = load_optimizer(/*apply=*/false); });
-    if (!faults.empty()) throw CheckpointError(faults);
-    if constexpr (HasScaler<Precision>)
-      if (file.contains("scaler")) {
-        GradScaler scaler = precision.scaler();
-        load_state_dict(scaler, file.at("scaler"));
-        torch::serialize::InputArchive archive = archive_of(part_bytes(scaler));
-        precision.load(archive);
-      }
-    load_optimizer(/*apply=*/true);
-    load_state_dict(run.model, file.at("model"));
-    run.position.epoch = epoch;
-    run.position.step = step;
-    run.position.step_in_epoch = run.position.skipped = 0;
-    run.position.fitting = false;
-  });
-  if (!warning.empty()) run.log.warning("{}: {}", path.string(), warning);
-}
 
 }  // namespace lockstep::detail

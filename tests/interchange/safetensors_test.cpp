@@ -1,5 +1,6 @@
 // safetensors files: written, read, and every kind of damage refused.
-#include "lockstep/train/safetensors.hpp"
+#include "lockstep/interchange/safetensors.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 
 #include <torch/torch.h>
 #include <algorithm>

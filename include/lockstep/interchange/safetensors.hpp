@@ -1,6 +1,6 @@
 #pragma once
 
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 
 namespace lockstep {
 
@@ -64,5 +64,5 @@ Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
 }  // namespace lockstep
 
 #ifndef LOCKSTEP_COMPILED
-#include "lockstep/train/detail/safetensors-inl.hpp"
+#include "lockstep/interchange/detail/safetensors-inl.hpp"
 #endif

@@ -22,11 +22,12 @@
 
 #include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/interchange/run_state_dict.hpp"
+#include "lockstep/interchange/safetensors.hpp"
+#include "lockstep/interchange/state_dict.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/safetensors.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
@@ -103,7 +104,7 @@ void run_trainer(const lockstep::World& world, const Words& words, const c10::im
         trainer.model(),
         lockstep::torch_load(folder + words.at(2), trainer.comm()).toGenericDict().at("model"));
   else
-    trainer.load_state_dict(folder + words.at(2));
+    lockstep::load_state_dict(trainer, folder + words.at(2));
   if (trainer.step() != first) throw lockstep::CheckpointError("the file has another number of steps");
 
   std::ofstream losses(output + "." + std::to_string(world.rank()), std::ios::binary);
@@ -124,10 +125,10 @@ void run_trainer(const lockstep::World& world, const Words& words, const c10::im
   };
   if (half > first) {
     fit(first, half);
-    trainer.save_state_dict(output + "-half.pt");
+    lockstep::save_state_dict(trainer, output + "-half.pt");
   }
   fit(std::max(first, half), last);
-  trainer.save_state_dict(output + ".pt");
+  lockstep::save_state_dict(trainer, output + ".pt");
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "lockstep/train/detail/pickle.hpp"
-#include "lockstep/train/safetensors.hpp"
+#include "lockstep/interchange/detail/pickle.hpp"
+#include "lockstep/interchange/safetensors.hpp"
 
 namespace lockstep::detail {
 

@@ -1,5 +1,6 @@
 // State dicts of models and optimizers, and the files of Python's torch.save.
-#include "lockstep/train/state_dict.hpp"
+#include "lockstep/interchange/state_dict.hpp"
+#include "lockstep/interchange/run_state_dict.hpp"
 
 #include <torch/torch.h>
 #include <cstdint>
@@ -277,10 +278,10 @@ TEST_CASE("a trained parameter without a state among others that have one is war
                               return lockstep::Adam(std::move(parameters), {.lr = 0.1});
                             }}};
   trainer.fit(three_classes(40), cross_entropy_of);
-  trainer.save_state_dict(folder / "run.pt");
+  lockstep::save_state_dict(trainer, folder / "run.pt");
   const auto load = [&](const c10::IValue& file) {
     lockstep::torch_save(file, folder / "other.pt");
-    return written(2, [&] { trainer.load_state_dict(folder / "other.pt"); });
+    return written(2, [&] { lockstep::load_state_dict(trainer, folder / "other.pt"); });
   };
   auto file = lockstep::torch_load(folder / "run.pt");
   const auto optimizer = file.toGenericDict().at("optimizer");
@@ -325,11 +326,11 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
   };
   auto saved = trainer_of(128), loaded = trainer_of(64);
   saved.fit(three_classes(40), cross_entropy_of, lockstep::OnStep{[&](const auto&) {
-              CHECK_THROWS_AS(saved.load_state_dict(folder / "run.pt"), lockstep::UsageError);
+              CHECK_THROWS_AS(lockstep::load_state_dict(saved, folder / "run.pt"), lockstep::UsageError);
             }});
-  saved.save_state_dict(folder / "run.pt");
+  lockstep::save_state_dict(saved, folder / "run.pt");
   CHECK(parts(saved) != parts(loaded));
-  loaded.load_state_dict(folder / "run.pt");
+  lockstep::load_state_dict(loaded, folder / "run.pt");
   CHECK(parts(saved) == parts(loaded));
   CHECK(loaded.epoch() == 2);
   CHECK(loaded.step() == 10);
@@ -344,7 +345,7 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
       changed.insert_or_assign(key, value);
     lockstep::torch_save(c10::IValue(changed), other);
     auto trainer = trainer_of(32);
-    refuses([&] { trainer.load_state_dict(other); }, {words});
+    refuses([&] { lockstep::load_state_dict(trainer, other); }, {words});
     CHECK(trainer.step() == 0);
   };
   refused("optimizer", {}, "other.pt has no entry \"optimizer\": save {\"model\": ");
@@ -362,7 +363,7 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
            {file.at("model"), {"has no entry \"model\" and \"optimizer\": save"}},
            {"text", {"other.pt holds no dict"}}}) {
     lockstep::torch_save(value, other);
-    refuses([&] { loaded.load_state_dict(other); }, words);
+    refuses([&] { lockstep::load_state_dict(loaded, other); }, words);
   }
 }
 

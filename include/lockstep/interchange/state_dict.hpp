@@ -56,9 +56,6 @@ void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 /// `names` are the names of the parameters that have one. Changes nothing without `apply`.
 std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
                                 const std::vector<NamedTensor>& names, bool apply);
-
-/// Throws an Error if an option or a state does not fit. LibTorch's own SGD, Adam and AdamW load any.
-void check_states(torch::optim::Optimizer& optimizer);
 }  // namespace detail
 
 /// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}}, "param_groups":
@@ -135,5 +132,5 @@ c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
 }  // namespace lockstep
 
 #ifndef LOCKSTEP_COMPILED
-#include "lockstep/train/detail/state_dict-inl.hpp"
+#include "lockstep/interchange/detail/state_dict-inl.hpp"
 #endif
