@@ -78,7 +78,7 @@ TEST_CASE(
     bool left = false;
     std::vector<std::unique_ptr<GroupStatus>> ranks;
     for (int rank = 0; rank < size; ++rank)
-      ranks.push_back(std::make_unique<GroupStatus>("group", std::vector<int>{}));
+      ranks.push_back(std::make_unique<GroupStatus>("group", std::vector<int>{0, 1}));
     for (std::size_t call = 0; call < std::max(right.size(), other.size()); ++call)
       for (int rank = 0; rank < size; ++rank) {
         GroupStatus& status = *ranks[static_cast<std::size_t>(rank)];
@@ -108,7 +108,7 @@ TEST_CASE(
 
 TEST_CASE("ranks at one pace, whatever it is, report a number that all of them report") {
   for (const int pace : {1, 3, 100, 5'000, 70'000}) {  // collectives between two reports
-    GroupStatus one("group", {}), other("group", {});
+    GroupStatus one("group", {0, 1}), other("group", {0, 1});
     Store store;
     one.enter("barrier");
     other.enter("all_gather");
@@ -127,7 +127,7 @@ TEST_CASE("ranks at one pace, whatever it is, report a number that all of them r
 
 TEST_CASE("ranks that wait for each other after different numbers of collectives are told apart") {
   for (const int left_out : {1, 2, 40}) {
-    GroupStatus one("group", {}), other("group", {});
+    GroupStatus one("group", {0, 1}), other("group", {0, 1});
     Store store;
     for (int call = 0; call < 100; ++call) {
       one.enter(call % 3 == 0 ? "barrier" : "all_gather");
@@ -184,7 +184,7 @@ TEST_CASE("the last calls of a rank that has left stand for those of every rank 
 }
 
 TEST_CASE("calls that the last 1,024 do not reach are said to differ all the same") {
-  GroupStatus one("group", {}), other("group", {});
+  GroupStatus one("group", {0, 1}), other("group", {0, 1});
   one.enter("barrier");
   other.enter("all_gather");
   for (int call = 0; call < 2000; ++call) one.enter("barrier"), other.enter("barrier");
