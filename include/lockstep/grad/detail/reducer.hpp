@@ -211,6 +211,14 @@ struct Contribution {
 /// outcome the ranks need to build the same buckets, are checked at once, as are those that block the host
 /// anyway and those of a loss over several models.
 ///
+/// `Phase` is where a reduction is:
+///
+///   idle --open()--> open --close()--> idle
+///   idle --another model's backward reaches this one--> joined --open(), close() at its end--> idle
+///   open --a bare loss.backward() throws--> stale --close() before the next reduction--> idle
+///
+/// and `Buckets` how they are planned: by registration, then once in the order in which the gradients became ready.
+///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does; only the
 /// hooks run on the autograd engine's threads.
 template <class Comm, class Hook>
@@ -329,20 +337,22 @@ class Reducer {
     read_late(nullptr);
     throw_untold();
   }
-  [[nodiscard]] bool checks_late() const { return rebuilt_ && !shares_loss_ && reduction_.can_check_late(); }
+  [[nodiscard]] bool checks_late() const {
+    return buckets_ == Buckets::rebuilt && !shares_loss_ && reduction_.can_check_late();
+  }
 
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
   c10::IValue state() {
     std::string own;
     agree<CheckpointError>(comm(), [&] { own = own_state(); });
-    if (rebuild_due_) rebuild_order_ = rank_zero_order();
+    if (rebuild_due()) rebuild_order_ = rank_zero_order();
     const std::vector<std::string> ranks = gather_on_rank_zero(comm(), std::move(own));
     if (ranks.empty()) return {};
     c10::impl::GenericDict state = common_state();
     state.insert("backwards", static_cast<std::int64_t>(iteration_));
     state.insert("order", saved_numbers(rebuild_order_));
-    state.insert("rebuilt", rebuilt_);
+    state.insert("rebuilt", buckets_ == Buckets::rebuilt);
     c10::impl::GenericList parts(c10::AnyType::get());
     for (const std::string& bytes : ranks) parts.push_back(torch::pickle_load({bytes.begin(), bytes.end()}));
     state.insert("ranks", parts);
@@ -359,11 +369,11 @@ class Reducer {
       if (saved.rebuilt) {
         set_bucket_order(saved.order);
       } else {
-        if (std::exchange(rebuilt_, false))
+        if (buckets_ == Buckets::rebuilt)
           reduction_.rebuild(plan_by_registration(parameters_, caps_at_first(options_)),
                              /*only_adoptable=*/false);
         rebuild_order_ = saved.order;
-        rebuild_due_ = !saved.order.empty();
+        buckets_ = saved.order.empty() ? Buckets::registered : Buckets::ordered;
       }
       if (const auto& expected = saved.ranks[all ? rank : 0].expected;
           all && !expected.empty() && !searches()) {
@@ -384,9 +394,10 @@ class Reducer {
     HookState hook_state;
     if constexpr (StatefulHook<Hook>) hook_state = hook().state();
     return [plan = plan(), expected, hook_state,
-            counts = std::tuple(iteration_, rebuild_order_, rebuild_due_, rebuilt_, expects_)](Reducer& to) {
+            counts = std::tuple(iteration_, rebuild_order_, expects_,
+                                rebuild_due() ? Buckets::ordered : buckets_)](Reducer& to) {
       for (std::size_t i = 0; i < expected.size(); ++i) to.parameters_[i].expected = expected[i];
-      std::tie(to.iteration_, to.rebuild_order_, to.rebuild_due_, to.rebuilt_, to.expects_) = counts;
+      std::tie(to.iteration_, to.rebuild_order_, to.expects_, to.buckets_) = counts;
       if (to.plan() != plan) to.reduction_.rebuild(plan, /*only_adoptable=*/false);
       if constexpr (StatefulHook<Hook>) to.hook().load_state(hook_state);
     };
@@ -426,12 +437,19 @@ class Reducer {
   std::atomic<int>& no_sync_depth = live_.no_sync_depth;
 
  private:
+  enum class Phase { idle, open, stale, joined };
+  /// `ordered`: the ready order is known, and the next reduction rebuilds; `noted`: and gradients to move are known, too.
+  enum class Buckets { registered, ordered, noted, rebuilt };
+
   struct OnGradient {
     Reducer* reducer;
     std::size_t parameter;
     void operator()() const { reducer->on_gradient(parameter); }
   };
 
+  [[nodiscard]] bool rebuild_due() const {
+    return buckets_ == Buckets::ordered || buckets_ == Buckets::noted;
+  }
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
@@ -451,7 +469,7 @@ class Reducer {
     if (parameter.gradient().defined() || !searches()) parameter.seen = true;
     if (parameter.skipped) throw GradientError(unexpected_text(i, parameter, options_));
     if (no_sync_depth > 0) return;
-    if ((!open_ && !joined_) || stale_) {
+    if (phase_ == Phase::idle || phase_ == Phase::stale) {
       if (OpenBackwards* calls = open_backwards_for(parameter.tensor.device()))
         join(*calls);
       else
@@ -462,7 +480,7 @@ class Reducer {
       throw GradientError(unexpected_text(i, parameter, options_));
     if (!expects_ && !options_.static_graph) reduction_.allocate(i);
     copy_known_unused();
-    if (expects_ && !joined_) {
+    if (expects_ && phase_ == Phase::open) {
       if (parameter.fired == parameter.expected || parameter.copied)
         throw GradientError(unexpected_text(i, parameter, options_));
       if (parameter.fired + 1 == parameter.expected) {
@@ -480,10 +498,10 @@ class Reducer {
 
   void open() {
     close_stale();
-    if (!std::exchange(joined_, false)) clear_counters();
-    if (rebuild_due_) set_bucket_order(rank_zero_order());
+    if (std::exchange(phase_, Phase::idle) != Phase::joined) clear_counters();
+    if (rebuild_due()) set_bucket_order(rank_zero_order());
     reduction_.open(sum_count_);
-    open_ = true;
+    phase_ = Phase::open;
   }
   void open_plain() {
     sum_count_.reset();
@@ -501,8 +519,7 @@ class Reducer {
     for (ParameterEntry& parameter : parameters_) parameter.seen = false;
   }
   void close_stale() {
-    if (!open_) return;
-    stale_ = false;
+    if (phase_ != Phase::open && phase_ != Phase::stale) return;
     close(std::make_exception_ptr(
         GradientError("an earlier loss.backward() did not end, so its gradients were never reduced; call "
                       "ddp.backward(loss), which always ends the reduction")));
@@ -532,7 +549,7 @@ class Reducer {
           "backward with a mean, or keep the other model out with its no_sync");
     close_stale();
     clear_counters();
-    joined_ = true;
+    phase_ = Phase::joined;
     calls.joined.push_back({this, made_,
                             [](void* reducer, const std::exception_ptr& failure) {
                               static_cast<Reducer*>(reducer)->close_joined(failure);
@@ -546,7 +563,7 @@ class Reducer {
   }
   void abandon_joined() {
     live_.expect_none();
-    joined_ = false;
+    phase_ = Phase::idle;
     abandon();
   }
 
@@ -559,7 +576,7 @@ class Reducer {
       const CallScope scope(backward_name);
       const auto alive = reducer.lock();
       if (alive && ended) (*alive)->close(nullptr);
-      if (alive && !ended) (*alive)->stale_ = true;
+      if (alive && !ended && (*alive)->phase_ == Phase::open) (*alive)->phase_ = Phase::stale;
     });
   }
 
@@ -587,12 +604,12 @@ class Reducer {
         leave_unread(std::move(check), std::move(report), failure);
       reduction_.copy_from_bucket();
     } catch (...) {
-      open_ = false;
+      phase_ = Phase::idle;
       abandon();
       if (failure) std::rethrow_exception(failure);
       throw;
     }
-    open_ = false;
+    phase_ = Phase::idle;
     note_unused();
     clear_seen();
     learn();
@@ -683,9 +700,9 @@ class Reducer {
       for (ParameterEntry& parameter : parameters_)
         if (expects_) parameter.expected = std::max(parameter.fired, options_.static_graph ? 0 : 1);
     }
-    if (rebuilt_ || iteration_ + 1 < (options_.static_graph ? 2U : 1U)) return;
+    if (buckets_ == Buckets::rebuilt || iteration_ + 1 < (options_.static_graph ? 2U : 1U)) return;
     rebuild_order_ = completion_order(ready_order_, parameters_.size());
-    rebuild_due_ = true;
+    if (buckets_ == Buckets::registered) buckets_ = Buckets::ordered;
   }
 
   /// Records the gradients that exist at the first forward after the ready order is known, with
@@ -693,9 +710,9 @@ class Reducer {
   /// gradients into them. Here the rebuild waits for the next reduction, because a forward on one rank alone
   /// must not start a collective.
   void note_gradients() {
-    if (!rebuild_due_ || options_.gradients != GradientStorage::gradient_as_bucket_view ||
-        std::exchange(adoptable_noted_, true))
+    if (buckets_ != Buckets::ordered || options_.gradients != GradientStorage::gradient_as_bucket_view)
       return;
+    buckets_ = Buckets::noted;
     for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
@@ -719,11 +736,10 @@ class Reducer {
   /// Rebuilds the buckets in this order, which is equal on every rank.
   void set_bucket_order(std::vector<std::size_t> order) {
     reduction_.rebuild(assign_buckets(parameters_, order, bucket_caps(options_)),
-                       std::exchange(adoptable_noted_, false));
+                       /*only_adoptable=*/buckets_ == Buckets::noted);
     for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
     rebuild_order_ = std::move(order);
-    rebuild_due_ = false;
-    rebuilt_ = true;
+    buckets_ = Buckets::rebuilt;
   }
 
   // The part of `state` that differs between ranks.
@@ -774,11 +790,12 @@ class Reducer {
   BucketReduction<Comm, Hook> reduction_;
   bool expects_;  // the entries' `expected` is known
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
-  bool adoptable_noted_ = false;  // the entries' `adoptable` is noted for the next rebuild
   GraphSearch search_;
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
-  bool open_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false, compared_ = false;
+  Phase phase_ = Phase::idle;
+  Buckets buckets_ = Buckets::registered;
+  bool compared_ = false;            // the first batches of ranks 0 and 1
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
@@ -788,7 +805,6 @@ class Reducer {
   std::exception_ptr
       untold_;  // the error of an earlier backward on another rank, which no call has thrown yet
   bool keeps_untold_ = false;  // in fail_backward, which throws nothing
-  bool joined_ = false;        // the backward of another model has reached this one and closes its reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
   // Declared last: the hooks must be destroyed before the members that they use.
