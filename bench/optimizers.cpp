@@ -59,12 +59,12 @@ std::vector<Contest> contests(int count, std::int64_t elements) {
   for (const auto kind : {Implementation::automatic, Implementation::fused}) {
     const bool fused = kind == Implementation::fused;
     if (!fused)
-      add("SGD", std::make_unique<lockstep::SGD>(parameters(), lockstep::SgdOptions{.lr = 0.01}),
+      add("SGD", std::make_unique<lockstep::SGD>(parameters(), lockstep::SGDOptions{.lr = 0.01}),
           std::make_unique<torch::optim::SGD>(parameters(), sgd));
     add(fused ? "SGD-momentum-fused" : "SGD-momentum",
         std::make_unique<lockstep::SGD>(
             parameters(),
-            lockstep::SgdOptions{.lr = 0.01, .momentum = 0.9, .weight_decay = 1e-4, .implementation = kind}),
+            lockstep::SGDOptions{.lr = 0.01, .momentum = 0.9, .weight_decay = 1e-4, .implementation = kind}),
         std::make_unique<torch::optim::SGD>(parameters(), momentum));
     add(fused ? "Adam-fused" : "Adam",
         std::make_unique<lockstep::Adam>(parameters(), lockstep::AdamOptions{.implementation = kind}),

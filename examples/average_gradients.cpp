@@ -28,7 +28,8 @@ using lockstep::CpuComm, lockstep::World;
 struct Options {
   std::string program = "train", plot;
   int epochs = 1;
-  std::size_t batch_size = 100, samples = 15'000;
+  std::int64_t batch_size = 100;
+  std::size_t samples = 15'000;
   bool compare = false;
   lockstep::MnistSource data;
   bool test = false;

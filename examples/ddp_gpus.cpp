@@ -20,7 +20,7 @@ namespace nn = torch::nn;
 
 struct Options {
   int max_epochs = 5;
-  std::size_t batch_size = 32;
+  std::int64_t batch_size = 32;
   std::string loss = "mse";
   std::string save;
 };

@@ -32,7 +32,8 @@ const auto program_start = std::chrono::steady_clock::now();
 struct Options {
   std::string gpu, save = "ddp_checkpoint.pt";
   int epochs = 3;
-  std::size_t batch_size = 32, samples = 20'000;
+  std::int64_t batch_size = 32;
+  std::size_t samples = 20'000;
   double lr = 1e-4;
   bool scale_lr = false, amp = false;
   lockstep::MnistSource data;
@@ -112,7 +113,7 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
   // The global batch grows with the number of ranks, and so should the rate. The tutorial keeps it.
   double lr = options.lr;
   if (options.scale_lr) {
-    const auto batch = static_cast<std::int64_t>(options.batch_size);
+    const auto batch = options.batch_size;
     lr =
         lockstep::scaled_rate(lr, lockstep::RateRule::linear, {.per_rank = batch, .reference = batch}, world);
   }

@@ -80,7 +80,7 @@ void train_one_step(lockstep::DistributedDataParallel<Model, Comm>& ddp, Comm& c
   const auto labels = torch::randn({20, 5}).to(outputs.device());
   ddp.backward(torch::mse_loss(outputs, labels));
   optimizer.step();
-  lockstep::check_same_parameters(ddp.named_parameters(), comm, /*tolerance=*/0);
+  lockstep::check_same_parameters(comm, ddp.named_parameters(), /*tolerance=*/0);
 }
 
 /// The demo "basic", and "elastic", which differs in its line and in its launcher.

@@ -77,8 +77,8 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
     }
   }
   // Both models are the same on all ranks, to the last bit.
-  lockstep::check_same_parameters(ddp_generator.named_parameters(), comm, /*tolerance=*/0);
-  lockstep::check_same_parameters(ddp_discriminator.named_parameters(), comm, /*tolerance=*/0);
+  lockstep::check_same_parameters(comm, ddp_generator.named_parameters(), /*tolerance=*/0);
+  lockstep::check_same_parameters(comm, ddp_discriminator.named_parameters(), /*tolerance=*/0);
   world.log.info("done: {} steps of two models on {} ranks", steps, world.size());
 }
 

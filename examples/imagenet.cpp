@@ -313,8 +313,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   if (batch_size < 1)
     throw lockstep::UsageError(
         fmt::format("-b {}: give an image or more for each of {} ranks", *options.batch_size, world.size()));
-  const auto workers =
-      static_cast<std::size_t>((options.workers + world.local_size() - 1) / world.local_size());
+  const std::int64_t workers = (options.workers + world.local_size() - 1) / world.local_size();
   lockstep::check_same_dataset(comm, data.train.size());
   lockstep::check_same_dataset(comm, data.validation.size());
 
@@ -333,14 +332,14 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   lockstep::DataLoader train_loader{
       data.train,
       lockstep::DistributedSampler{data.train.size(), comm, {.seed = options.seed}},
-      {.batch_size = static_cast<std::size_t>(batch_size),
+      {.batch_size = batch_size,
        .num_workers = workers,
        .transform = data.train_transform,
        .seed = options.seed,
        .pin_memory = true}};
   lockstep::DataLoader val_loader{data.validation,
                                   lockstep::EvaluationSampler{data.validation.size(), comm},
-                                  {.batch_size = static_cast<std::size_t>(batch_size),
+                                  {.batch_size = batch_size,
                                    .num_workers = workers,
                                    .transform = data.validation_transform,
                                    .pin_memory = true}};

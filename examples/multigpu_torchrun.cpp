@@ -27,7 +27,7 @@ namespace nn = torch::nn;
 
 struct Options {
   std::int64_t total_epochs = 0, save_every = 1;
-  std::size_t batch_size = 32;
+  std::int64_t batch_size = 32;
   double momentum = 0;
   std::string snapshot_path = "snapshot.pt", loss = "mse";
 };

@@ -28,7 +28,8 @@ const auto program_start = std::chrono::steady_clock::now();
 struct Options {
   std::string save = "origin_checkpoint.pt";
   int epochs = 3;
-  std::size_t batch_size = 32, samples = 20'000;
+  std::int64_t batch_size = 32;
+  std::size_t samples = 20'000;
   double lr = 1e-4;
   std::optional<int> gpu;
   lockstep::MnistSource data;

@@ -57,7 +57,7 @@ void run(const lockstep::World& world, std::int64_t elements) {
   // Every chunk is summed on one rank and copied to the others, hence none between the ranks.
   if (!torch::allclose(ring, reference, /*rtol=*/1e-5, /*atol=*/1e-5))
     throw lockstep::MismatchError("the ring's sum differs from all_reduce's");
-  lockstep::check_same_parameters({{"the ring's sum", ring}}, comm, /*tolerance=*/0);
+  lockstep::check_same_parameters(comm, {{"the ring's sum", ring}}, /*tolerance=*/0);
 
   const auto whole = static_cast<double>(ring.nbytes());
   world.log.all().info("sent {} bytes: {:.4f} of the tensor's {}", bytes, static_cast<double>(bytes) / whole,

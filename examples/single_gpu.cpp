@@ -23,7 +23,7 @@ namespace nn = torch::nn;
 
 struct Options {
   int total_epochs = 0, save_every = 1;
-  std::size_t batch_size = 32;
+  std::int64_t batch_size = 32;
   std::string loss = "mse";
 };
 

@@ -120,7 +120,7 @@ void measure(const lockstep::World& world, const Run& run, const torch::Device& 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<torch::Tensor>& parameters,
                                                         bool adamw) {
   if (adamw) return std::make_unique<lockstep::AdamW>(parameters, lockstep::AdamWOptions{.lr = 3e-4});
-  return std::make_unique<lockstep::SGD>(parameters, lockstep::SgdOptions{.lr = 1e-3, .momentum = 0.9});
+  return std::make_unique<lockstep::SGD>(parameters, lockstep::SGDOptions{.lr = 1e-3, .momentum = 0.9});
 }
 
 template <class Precision>

@@ -124,7 +124,7 @@ TEST_CASE("a loader counts the passes and samples of a plain sampler") {
 }
 
 TEST_CASE("batches are the sampler's, in its order, with any number of workers") {
-  for (const std::size_t workers : {0, 1, 3}) {
+  for (const std::int64_t workers : {0, 1, 3}) {
     const DistributedSampler sampler{103, 1, 2, {.seed = 7}};
     DataLoader loader{counting(103), sampler, {.batch_size = 8, .num_workers = workers}};
     CHECK(loader.size() == 7);
@@ -143,7 +143,7 @@ TEST_CASE("slow samples do not change the order") {
 }
 
 TEST_CASE("drop_last leaves out a batch that is not full") {
-  for (const std::size_t workers : {0, 2}) {
+  for (const std::int64_t workers : {0, 2}) {
     DataLoader loader{
         counting(20), in_order(20), {.batch_size = 8, .num_workers = workers, .drop_last = true}};
     CHECK(loader.size() == 2);
@@ -257,7 +257,7 @@ TEST_CASE("threads that the machine does not give are missed in words") {
 }
 
 TEST_CASE("what a dataset throws reaches the consumer with rank and batch") {
-  for (const std::size_t workers : {0, 2}) {
+  for (const std::int64_t workers : {0, 2}) {
     const int before = threads_here();
     DataLoader loader{Broken{}, in_order(40), {.batch_size = 4, .num_workers = workers, .rank = 5}};
     int batches = 0;
@@ -287,7 +287,7 @@ TEST_CASE("transforms draw the same with any number of workers, and differ by ra
     example.data = example.data + torch::rand(example.data.sizes(), generator);
     return example;
   };
-  auto run = [&](std::size_t workers, int rank, std::uint64_t seed, bool whole_batches,
+  auto run = [&](std::int64_t workers, int rank, std::uint64_t seed, bool whole_batches,
                  std::size_t epoch = 0) {
     LoaderOptions options{.batch_size = 4, .num_workers = workers, .seed = seed, .rank = rank};
     (whole_batches ? options.batch_transform : options.transform) = noise;
@@ -331,7 +331,7 @@ TEST_CASE("a pass that was resumed draws as the whole pass would have") {
 }
 
 TEST_CASE("what workers have read ahead does not count as given") {
-  auto make = [](std::size_t workers) {
+  auto make = [](std::int64_t workers) {
     return DataLoader{
         counting(40), DistributedSampler{40, 1, 2, {}}, {.batch_size = 3, .num_workers = workers}};
   };
@@ -382,7 +382,7 @@ TEST_CASE("workers keep their tensor operations on their own thread, and trainin
 }
 
 TEST_CASE("batches take part in training: they are no inference tensors and need no gradient") {
-  for (const std::size_t workers : {0, 1}) {
+  for (const std::int64_t workers : {0, 1}) {
     DataLoader loader{counting(4), in_order(4), {.batch_size = 4, .num_workers = workers}};
     for (auto& batch : loader) {
       const at::Tensor weight = torch::ones({3}, torch::requires_grad());
@@ -408,7 +408,7 @@ TEST_CASE("torch's datasets and every sampler are taken") {
 }
 
 TEST_CASE("an empty dataset gives an empty pass") {
-  for (const std::size_t workers : {0, 2}) {
+  for (const std::int64_t workers : {0, 2}) {
     DataLoader loader{counting(0), DistributedSampler{0, 0, 2}, {.num_workers = workers}};
     CHECK(loader.size() == 0);
     CHECK(pass(loader).empty());

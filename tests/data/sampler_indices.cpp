@@ -49,7 +49,8 @@ void print_passes(Loader& loader, std::size_t epochs, bool set_epoch) {
 int main() {
   std::string kind;
   while (std::cin >> kind) {
-    std::size_t length = 0, batch = 0, epochs = 0, epoch = 0, workers = 0;
+    std::size_t length = 0, epochs = 0, epoch = 0;
+    std::int64_t batch = 0, workers = 0;
     std::uint64_t seed = 0;
     int world = 0;
     bool shuffle = false, drop_last = false, own_generator = false;
@@ -61,7 +62,7 @@ int main() {
         if (epoch != 0) sampler.set_epoch(epoch);
         sampler.reset();
         std::vector<std::int64_t> numbers{static_cast<std::int64_t>(sampler.size())};
-        while (const auto indices = sampler.next(batch))
+        while (const auto indices = sampler.next(static_cast<std::size_t>(batch)))
           numbers.insert(numbers.end(), indices->begin(), indices->end());
         print(numbers);
       }
@@ -88,7 +89,8 @@ int main() {
       const auto weights =
           (torch::arange(static_cast<std::int64_t>(length)) * 7 % 11 + 1).to(torch::kDouble) / 8;
       for (int rank = 0; rank < world; ++rank) {
-        lockstep::WeightedRandomSampler sampler{weights, batch, rank, world, {.seed = seed}, replacement};
+        lockstep::WeightedRandomSampler sampler{
+            weights, static_cast<std::size_t>(batch), rank, world, {.seed = seed}, replacement};
         sampler.set_epoch(epoch);
         sampler.reset();
         const auto indices = sampler.next(batch).value();

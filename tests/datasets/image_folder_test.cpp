@@ -239,7 +239,7 @@ TEST_CASE("an epoch of random crops is the same with any number of workers, and 
   for (int i = 0; i < 9; ++i)
     write(folder / ("c/" + std::to_string(i) + ".png"), png_file(30 + i, 25, ramp(30 + i, 25, 3)));
   const ImageFolder images(folder.path());
-  const auto passes = [&](std::size_t workers) {
+  const auto passes = [&](std::int64_t workers) {
     DataLoader loader{
         images,
         DistributedSampler{images.size(), 1, 2},
@@ -269,7 +269,7 @@ TEST_CASE("a loader's error names the file of the damaged image") {
   write(folder / "c/good.png", grey_png(8, 1));
   write(folder / "c/bad.png", grey_png(8, 1).substr(0, 40));
   const ImageFolder images(folder.path());
-  for (const std::size_t workers : {0, 2}) {
+  for (const std::int64_t workers : {0, 2}) {
     DataLoader loader{images,
                       EvaluationSampler{images.size(), 0, 1},
                       {.num_workers = workers, .transform = Compose{Resize{8}, CenterCrop{8}, ToTensor{}}}};

@@ -125,7 +125,7 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
     ddp.backward(loss, false, misuse == "create-graph");
     optimizer.step();
     where = "the check of step " + std::to_string(step);
-    if (misuse == "loaded") lockstep::check_same_parameters(ddp.named_parameters(), comm);
+    if (misuse == "loaded") lockstep::check_same_parameters(comm, ddp.named_parameters());
   }
   write_parameters(*net, path + ".parameters");
 }

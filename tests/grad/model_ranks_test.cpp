@@ -31,20 +31,20 @@ bool on_the_last() {
 }  // namespace
 
 TEST_CASE("parameters that are equal on all ranks") {
-  CHECK(lockstep::check_same_parameters(parameters_of_all_kinds(), shared_comm()) == 0);
-  CHECK(lockstep::check_same_parameters({}, shared_comm()) == 0);
+  CHECK(lockstep::check_same_parameters(shared_comm(), parameters_of_all_kinds()) == 0);
+  CHECK(lockstep::check_same_parameters(shared_comm(), {}) == 0);
   // What all share is equal, even where it is not a number.
-  CHECK(lockstep::check_same_parameters({{"nan", torch::full({2}, std::nan(""))}}, shared_comm()) == 0);
+  CHECK(lockstep::check_same_parameters(shared_comm(), {{"nan", torch::full({2}, std::nan(""))}}) == 0);
 }
 
 TEST_CASE("parameters that differ by rounding") {
   auto parameters = parameters_of_all_kinds();
   float& element = parameters[0].tensor.data_ptr<float>()[7];
   if (on_the_last()) element = std::nextafter(element, 10.0F);
-  const double distance = lockstep::check_same_parameters(parameters, shared_comm());
+  const double distance = lockstep::check_same_parameters(shared_comm(), parameters);
   CHECK((test_world().size() == 1 ? distance == 0 : distance > 0 && distance < 1e-6));
   if (test_world().size() > 1)
-    CHECK_THROWS_AS(lockstep::check_same_parameters(parameters, shared_comm(), 0), lockstep::MismatchError);
+    CHECK_THROWS_AS(lockstep::check_same_parameters(shared_comm(), parameters, 0), lockstep::MismatchError);
 }
 
 TEST_CASE("parameters of any kind that differ are named, the same on every rank") {
@@ -55,7 +55,7 @@ TEST_CASE("parameters of any kind that differ are named, the same on every rank"
       at::Tensor& changed = parameters[i].tensor;
       changed.dtype() == torch::kBool ? changed.fill_(true) : changed.add_(1);
     }
-    const std::string text = thrown_by([&] { lockstep::check_same_parameters(parameters, shared_comm()); });
+    const std::string text = thrown_by([&] { lockstep::check_same_parameters(shared_comm(), parameters); });
     for (const std::string& other : shared_comm().all_gather_bytes(text)) CHECK(other == text);
     if (test_world().size() == 1)
       CHECK(text.empty());
@@ -71,7 +71,7 @@ TEST_CASE("a pair of parameters that have changed places differs", "[2+]") {
   auto parameters = parameters_of_all_kinds();
   parameters.push_back({"other", torch::randn({5, 3})});
   if (on_the_last()) std::swap(parameters.front().tensor, parameters.back().tensor);
-  CHECK_THROWS_AS(lockstep::check_same_parameters(parameters, shared_comm()), lockstep::MismatchError);
+  CHECK_THROWS_AS(lockstep::check_same_parameters(shared_comm(), parameters), lockstep::MismatchError);
 }
 
 }  // namespace model_ranks_test

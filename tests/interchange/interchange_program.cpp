@@ -55,7 +55,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                         const std::vector<at::Tensor>& p) {
   if (name == "sgd")
     return std::make_unique<lockstep::SGD>(
-        p, lockstep::SgdOptions{.lr = 0.05, .momentum = 0.9, .weight_decay = 1e-3, .nesterov = true});
+        p, lockstep::SGDOptions{.lr = 0.05, .momentum = 0.9, .weight_decay = 1e-3, .nesterov = true});
   if (name == "adam")
     return std::make_unique<lockstep::Adam>(p, lockstep::AdamOptions{.lr = 0.01, .amsgrad = true});
   // "adamw": the weights of the layers have decay, other parameters have none.

@@ -109,7 +109,7 @@ std::unique_ptr<torch::optim::Optimizer> make(const Case& c, const std::vector<a
   const double lr = mistake == "float" ? static_cast<double>(static_cast<float>(c.lr)) : c.lr;
   if (c.optimizer == "sgd")
     return grouped<lockstep::SGD>(c, parameters,
-                                  lockstep::SgdOptions{.lr = lr,
+                                  lockstep::SGDOptions{.lr = lr,
                                                        .momentum = c.momentum,
                                                        .dampening = c.dampening,
                                                        .weight_decay = c.weight_decay,
@@ -149,7 +149,7 @@ void append_states(const Case& c, const torch::optim::Optimizer& optimizer, cons
     if (tensor.defined()) to.push_back(tensor);
   };
   if (c.optimizer == "sgd")
-    lockstep::SgdState::each_tensor(static_cast<const lockstep::SgdState&>(*state), append);
+    lockstep::SGDState::each_tensor(static_cast<const lockstep::SGDState&>(*state), append);
   else
     lockstep::AdamState::each_tensor(static_cast<const lockstep::AdamState&>(*state), append);
 }

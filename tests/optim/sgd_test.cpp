@@ -10,7 +10,7 @@ namespace sgd_test {
 
 using lockstep::Implementation;
 using lockstep::SGD;
-using lockstep::SgdOptions;
+using lockstep::SGDOptions;
 
 TEST_CASE("the fast way of SGD has the bits of the loop over the parameters") {
   // foreach is the loop's operators on a CPU, so this holds the choice of the fused one to account, on any
@@ -22,7 +22,7 @@ TEST_CASE("the fast way of SGD has the bits of the loop over the parameters") {
         for (const int more : {0, 1, 2, 3}) {
           CAPTURE(used, type, momentum, more);
           at::set_num_threads(used);
-          SgdOptions options{.lr = 0.07,
+          SGDOptions options{.lr = 0.07,
                              .momentum = momentum,
                              .dampening = more == 2 ? 0.2 : 0.0,
                              .weight_decay = more >= 1 ? 0.03 : 0.0,
@@ -61,7 +61,7 @@ TEST_CASE("a fused step looks at strides, where ATen's operator does not") {
 TEST_CASE("groups have options of their own, and rates that a schedule sets") {
   auto p = some_parameters(3);
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.push_back(lockstep::parameter_group({p[0]}, SgdOptions{.lr = 1, .weight_decay = 0.5}));
+  groups.push_back(lockstep::parameter_group({p[0]}, SGDOptions{.lr = 1, .weight_decay = 0.5}));
   groups.emplace_back(std::vector<torch::Tensor>{p[1]});
   SGD optimizer(groups, {.lr = 0.25});
   const auto first = p[0].detach().clone(), second = p[1].detach().clone();
@@ -77,7 +77,7 @@ TEST_CASE("groups have options of their own, and rates that a schedule sets") {
   CHECK(torch::allclose(p[1], second - 2.25));
   CHECK(optimizer.options(0).weight_decay == 0.5);
 
-  optimizer.add_param_group(lockstep::parameter_group({p[2]}, SgdOptions{.lr = 3}));
+  optimizer.add_param_group(lockstep::parameter_group({p[2]}, SGDOptions{.lr = 3}));
   CHECK(optimizer.options(2).lr == 3);
   CHECK_THROWS_AS(optimizer.add_param_group(torch::optim::OptimizerParamGroup({p[1]})), lockstep::UsageError);
 }
@@ -111,9 +111,9 @@ TEST_CASE("groups that are given one tensor for their rates have a rate each") {
   for (int i = 0; i < 4; ++i) p.push_back(torch::zeros({4}).requires_grad_());
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<torch::Tensor>{p[0]});
-  for (int i : {1, 2}) groups.push_back(lockstep::parameter_group({p[i]}, SgdOptions{.lr_tensor = rate}));
+  for (int i : {1, 2}) groups.push_back(lockstep::parameter_group({p[i]}, SGDOptions{.lr_tensor = rate}));
   SGD optimizer(groups, {.lr = 1});
-  optimizer.add_param_group(lockstep::parameter_group({p[3]}, SgdOptions{.lr_tensor = rate}));
+  optimizer.add_param_group(lockstep::parameter_group({p[3]}, SGDOptions{.lr_tensor = rate}));
   for (std::size_t g = 1; g < 4; ++g) optimizer.param_groups()[g].options().set_lr(static_cast<double>(g));
   for (std::size_t g = 1; g < 4; ++g)
     CHECK(optimizer.param_groups()[g].options().get_lr() == static_cast<double>(g));
@@ -195,7 +195,7 @@ TEST_CASE("an archive that does not fit is refused in words, and nothing is chan
 
 TEST_CASE("SGD refuses what Python refuses, in words") {
   auto p = some_parameters(6);
-  const auto refused = [&](const SgdOptions& options, const std::string& words) {
+  const auto refused = [&](const SGDOptions& options, const std::string& words) {
     refuses<lockstep::UsageError>([&] { SGD(p, options); }, words);
   };
   refuses<lockstep::UsageError>([&] { SGD(std::vector<torch::Tensor>{}); },

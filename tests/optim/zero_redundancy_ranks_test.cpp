@@ -26,7 +26,7 @@ std::vector<std::pair<const char*, Make>> inner_optimizers() {
   return {
       {"SGD",
        [](auto p) {
-         return std::make_unique<lockstep::SGD>(p, lockstep::SgdOptions{.lr = 0.1, .momentum = 0.9});
+         return std::make_unique<lockstep::SGD>(p, lockstep::SGDOptions{.lr = 0.1, .momentum = 0.9});
        }},
       {"Adam",
        [](auto p) { return std::make_unique<lockstep::Adam>(p, lockstep::AdamOptions{.amsgrad = true}); }},
@@ -38,9 +38,9 @@ std::vector<std::pair<const char*, Make>> inner_optimizers() {
       {"SGD in groups",
        [](std::vector<torch::Tensor> p) {
          std::vector<torch::optim::OptimizerParamGroup> groups;
-         groups.push_back(lockstep::parameter_group({p[0], p[2]}, lockstep::SgdOptions{.weight_decay = 0.1}));
+         groups.push_back(lockstep::parameter_group({p[0], p[2]}, lockstep::SGDOptions{.weight_decay = 0.1}));
          groups.emplace_back(std::vector<torch::Tensor>{p[1], p[3], p[4]});
-         return std::make_unique<lockstep::SGD>(groups, lockstep::SgdOptions{.lr = 0.1});
+         return std::make_unique<lockstep::SGD>(groups, lockstep::SGDOptions{.lr = 0.1});
        }},
       {"torch::optim::Adam", [](auto p) { return std::make_unique<torch::optim::Adam>(p); }},
       {"torch::optim::RMSprop", [](auto p) { return std::make_unique<torch::optim::RMSprop>(p); }},

@@ -106,7 +106,7 @@ void scale_fused(const std::string& name, std::int64_t steps, OneOptions options
         static_cast<lockstep::AdamState&>(*one.state().at(parameters[0].unsafeGetTensorImpl()));
     for (const at::Tensor& tensor : {state.step, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq})
       if (tensor.defined()) write(out, tensor);
-    write(out, static_cast<lockstep::SgdState&>(*two.state().at(parameters[1].unsafeGetTensorImpl()))
+    write(out, static_cast<lockstep::SGDState&>(*two.state().at(parameters[1].unsafeGetTensorImpl()))
                    .momentum_buffer);
   }
 }

@@ -34,7 +34,7 @@ TinyNet seeded_net() {
   return TinyNet();
 }
 
-lockstep::SgdOptions sgd_options() {
+lockstep::SGDOptions sgd_options() {
   return {.momentum = 0.9, .implementation = Implementation::fused, .lr_tensor = torch::tensor(0.1)};
 }
 

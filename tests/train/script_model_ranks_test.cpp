@@ -70,7 +70,7 @@ TEST_CASE("a Trainer trains a TorchScript module to the bits of the torch::nn on
   CHECK(scripted.evaluate(data, error) == plain.evaluate(data, error));
   CHECK(model->script().is_training());
   CHECK(model->script().attr("mean").toTensor().equal(model->buffers()[0]));
-  lockstep::check_same_parameters(lockstep::unique_buffers(*model), scripted.comm(), 0);
+  lockstep::check_same_parameters(scripted.comm(), lockstep::unique_buffers(*model), 0);
   CHECK(model->buffers()[0].item<double>() != 0);
 
   lockstep::Trainer resumed(world, options(), lockstep::ScriptModel(script_of(tanh_network(1, 4, 8))));

@@ -7,6 +7,7 @@
 #include <concepts>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -245,11 +246,11 @@ using Transform = std::function<Example(Example, at::Generator&)>;
 /// Options of DataLoader.
 struct LoaderOptions {
   /// Samples per batch of this rank. At least 1.
-  std::size_t batch_size = 32;
+  std::int64_t batch_size = 32;
   /// Number of worker threads that load batches ahead. 0 loads each batch in the caller's thread, on demand.
-  std::size_t num_workers = 0;
+  std::int64_t num_workers = 0;
   /// Batches that each worker loads ahead of the consumer. 0 counts as 1.
-  std::size_t prefetch_factor = 2;
+  std::int64_t prefetch_factor = 2;
   /// Drop the last batch if it is not full.
   bool drop_last = false;
   /// Applied to each sample before collation: the dataset must be able to load single samples.
@@ -289,10 +290,15 @@ class DataLoader {
   using Batch = BatchOf<D>;
   class Iterator;
 
-  /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
+  /// Throws UsageError if the batch size is below 1, a number of workers or batches below 0, or a transform does not fit the
+  /// dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
-    detail::check_batch_size(options_.batch_size);
+    if (options_.batch_size < 1)
+      throw UsageError(detail::formatted("batch_size is {}: give at least 1", options_.batch_size));
+    if (options_.num_workers < 0 || options_.prefetch_factor < 0)
+      throw UsageError(detail::formatted("num_workers is {} and prefetch_factor {}: give 0 or more",
+                                         options_.num_workers, options_.prefetch_factor));
     if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
       throw UsageError(
           "the loader's transforms take an Example of two tensors, and this dataset's batches are of another "
@@ -370,9 +376,9 @@ class DataLoader {
   }
 
   [[nodiscard]] int rank() const { return options_.rank ? *options_.rank : sampler_.rank(); }
+  [[nodiscard]] std::size_t batch_size() const { return static_cast<std::size_t>(options_.batch_size); }
   [[nodiscard]] std::size_t batches(std::size_t samples) const {
-    return samples / options_.batch_size +
-           (!options_.drop_last && samples % options_.batch_size != 0 ? 1 : 0);
+    return samples / batch_size() + (!options_.drop_last && samples % batch_size() != 0 ? 1 : 0);
   }
   // The number of batches of the last rank in the coming pass, and the number of ranks; none if it is unknown.
   [[nodiscard]] detail::DrawnBatch last_rank() const {
@@ -383,8 +389,8 @@ class DataLoader {
 
   std::optional<Job> next_job() {
     const std::size_t number = sampler_.position();
-    auto indices = sampler_.next(options_.batch_size);
-    if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
+    auto indices = sampler_.next(batch_size());
+    if (!indices || (options_.drop_last && indices->size() < batch_size())) return std::nullopt;
     return Job{std::move(*indices), number, epoch(), rank()};
   }
 
@@ -435,10 +441,10 @@ class DataLoader {
   }
 
   std::string describe(const Job& job, const std::string& what) const {
-    return detail::formatted(
-        "rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}", job.rank,
-        job.number / options_.batch_size + 1, job.epoch + 1, job.indices.front(),
-        job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "", what);
+    return detail::formatted("rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}",
+                             job.rank, job.number / batch_size() + 1, job.epoch + 1, job.indices.front(),
+                             job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "",
+                             what);
   }
 
   D dataset_;
@@ -487,9 +493,10 @@ class DataLoader<D, S>::Iterator {
   explicit Iterator(DataLoader& loader) : loader_(&loader), drawn_(loader.last_rank()) {
     loader.pass_under_way_ = true;
     try {
-      if (const std::size_t workers = loader.options_.num_workers; workers > 0)
+      if (const auto workers = static_cast<std::size_t>(loader.options_.num_workers); workers > 0)
         prefetcher_ = std::make_unique<detail::Prefetcher<Job, Batch>>(
-            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch_factor),
+            workers,
+            workers * static_cast<std::size_t>(std::max<std::int64_t>(1, loader.options_.prefetch_factor)),
             [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); });
       advance();
     } catch (...) {

@@ -84,7 +84,7 @@ struct BucketReport {
 
 /// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host time.
 struct DdpReport {
-  std::size_t reductions = 0;                        ///< completed so far
+  std::int64_t reductions = 0;                       ///< completed so far
   std::chrono::steady_clock::time_point began = {};  ///< of the last backward; the times are relative to it
   std::string hook;                                  ///< the name of the communication hook
   std::vector<BucketReport> buckets;                 ///< in bucket order

@@ -130,7 +130,7 @@ double relative_distance(const at::Tensor& parameter, Comm& comm) {
 /// about the rounding error of the dtype if the ranks' processors differ in kind. Throws the same MismatchError
 /// on every rank if it exceeds `tolerance`.
 template <Communicator Comm>
-double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
+double check_same_parameters(Comm& comm, const std::vector<NamedTensor>& parameters,
                              double tolerance = 1e-3) {
   if (comm.size() == 1 || parameters.empty()) return 0;
   const detail::CallScope scope("check_same_parameters");
@@ -184,8 +184,8 @@ NamedValues describe(const std::vector<NamedTensor>& parameters, const std::vect
 /// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and requires_grad.
 /// Collective. Throws the same MismatchError on every rank, with the parameter's name and its properties on each rank.
 template <Communicator Comm>
-void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
-                      Comm& comm) {
+void check_same_model(Comm& comm, const std::vector<NamedTensor>& parameters,
+                      const std::vector<NamedTensor>& buffers) {
   const detail::CallScope scope("check_same_model");
   require_equal(comm, detail::describe(parameters, buffers), "the models of the ranks differ",
                 "build the same model on every rank");

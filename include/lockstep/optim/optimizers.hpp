@@ -41,7 +41,7 @@
 
 namespace lockstep {
 
-struct SgdOptions {
+struct SGDOptions {
   double lr = 1e-3;
   double momentum = 0;
   double dampening = 0;
@@ -52,7 +52,7 @@ struct SgdOptions {
   /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
 
-  using Group = SgdOptions;
+  using Group = SGDOptions;
 
   /// Throws UsageError for values that Python refuses.
   void check(std::size_t group) const {
@@ -73,7 +73,7 @@ struct SgdOptions {
 };
 
 /// The state of one parameter.
-struct SgdState : detail::TensorState<SgdState> {
+struct SGDState : detail::TensorState<SGDState> {
   at::Tensor momentum_buffer;  ///< undefined before the first step with momentum
 
   template <class Self, class Visit>
@@ -88,12 +88,12 @@ inline std::optional<at::Tensor> optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
-inline double sgd_rate(const SgdOptions& options) {
+inline double sgd_rate(const SGDOptions& options) {
   return options.lr_tensor.defined() ? options.lr_tensor.item<double>() : options.lr;
 }
 
 /// Python's `_single_tensor_sgd`: completes one parameter after the other, while its memory is in the cache.
-inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
+inline void sgd_loop(const SGDOptions& options, Active<SGDState>& all) {
   const double rate = sgd_rate(options);
   const at::Tensor momentum = python_scalar(options.momentum);
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -113,7 +113,7 @@ inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
 }
 
 /// Python's `_multi_tensor_sgd`. As in Python, nesterov without weight decay adds to the gradients in place.
-inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
+inline void sgd_foreach(const SGDOptions& options, Active<SGDState>& all) {
   const double rate = sgd_rate(options);
   std::vector<at::Tensor> made;
   std::vector<at::Tensor>* gradients = &all.gradients;
@@ -131,9 +131,9 @@ inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
   }
   if (options.momentum != 0) {
     bool all_there = true;
-    for (const SgdState* state : all.states) all_there = all_there && state->momentum_buffer.defined();
+    for (const SGDState* state : all.states) all_there = all_there && state->momentum_buffer.defined();
     if (all_there) {
-      auto& buffers = all.column(0, &SgdState::momentum_buffer);
+      auto& buffers = all.column(0, &SGDState::momentum_buffer);
       at::_foreach_mul_(buffers, options.momentum);
       at::_foreach_add_(buffers, *gradients, 1 - options.dampening);
     } else {
@@ -145,7 +145,7 @@ inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
           buffer = at::clone((*gradients)[i]);
       }
     }
-    auto& buffers = all.column(0, &SgdState::momentum_buffer);
+    auto& buffers = all.column(0, &SGDState::momentum_buffer);
     if (options.nesterov)
       at::_foreach_add_(*gradients, buffers, options.momentum);
     else
@@ -154,9 +154,9 @@ inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
   at::_foreach_add_(all.parameters, *gradients, -rate);
 }
 
-inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const StepScale& scale, bool first) {
+inline void sgd_fused_call(const SGDOptions& o, Active<SGDState>& all, const StepScale& scale, bool first) {
   const StepScale here = scale.on(all.parameters[0].device());
-  auto& buffers = all.column(0, &SgdState::momentum_buffer);
+  auto& buffers = all.column(0, &SGDState::momentum_buffer);
   if (o.momentum == 0) buffers.clear();
   const auto call = [&](const auto& rate) {
     at::_fused_sgd_(all.parameters, all.gradients, buffers, o.weight_decay, o.momentum, rate, o.dampening,
@@ -167,13 +167,13 @@ inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const Ste
 
 /// Python's `_fused_sgd`. Python fails if a parameter gets its first gradient later than others; here such
 /// parameters are stepped in a separate call.
-inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const StepScale& scale) {
+inline void sgd_fused(const SGDOptions& options, Active<SGDState>& all, const StepScale& scale) {
   align_gradients(all);
   std::size_t fresh = 0;
   if (options.momentum != 0)
-    for (const SgdState* state : all.states) fresh += state->momentum_buffer.defined() ? 0 : 1;
+    for (const SGDState* state : all.states) fresh += state->momentum_buffer.defined() ? 0 : 1;
   if (fresh != 0 && fresh != all.size()) {
-    Active<SgdState> parts[2];
+    Active<SGDState> parts[2];
     for (std::size_t i = 0; i < all.size(); ++i)
       parts[all.states[i]->momentum_buffer.defined() ? 1 : 0].add(all.parameters[i], all.gradients[i],
                                                                   all.states[i]);
@@ -200,22 +200,22 @@ inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const St
 /// Sparse gradients are supported as in Python: not with `fused` and not with weight decay.
 ///
 /// Counterpart: torch.optim.SGD.
-class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
+class SGD : public detail::GroupedOptimizer<SGD, SGDState, SGDOptions> {
  public:
   static constexpr const char* name = "SGD";
   /// CapturedStep can capture a fused step whose learning rate is a tensor.
   static constexpr bool capturable = true;
 
-  explicit SGD(std::vector<at::Tensor> parameters, const SgdOptions& options = {})
+  explicit SGD(std::vector<at::Tensor> parameters, const SGDOptions& options = {})
       : GroupedOptimizer(std::move(parameters), options) {}
   /// `options` are the defaults of groups without options.
-  explicit SGD(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& options = {})
+  explicit SGD(std::vector<torch::optim::OptimizerParamGroup> groups, const SGDOptions& options = {})
       : GroupedOptimizer(std::move(groups), options) {}
 
  private:
   friend GroupedOptimizer;
 
-  static const char* refusal(const SgdOptions& options, const at::Tensor& gradient) {
+  static const char* refusal(const SGDOptions& options, const at::Tensor& gradient) {
     if (!gradient.is_sparse()) return nullptr;
     if (options.implementation == Implementation::fused)
       return "is sparse, which a fused step does not take: choose another implementation";
@@ -224,20 +224,20 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
     return nullptr;
   }
 
-  static void prepare(const SgdOptions&, const at::Tensor&, SgdState&) {}
+  static void prepare(const SGDOptions&, const at::Tensor&, SGDState&) {}
 
   // Whether the fused operator rounds as the loop does. Without momentum it does. With momentum it rounds the
   // elements after the last whole vector differently, so there must be none: its threads and widest vectors
   // process up to 16 elements at once.
-  static bool fused_is_equal(const SgdOptions& options, const at::Tensor& parameter,
+  static bool fused_is_equal(const SGDOptions& options, const at::Tensor& parameter,
                              const at::Tensor& gradient) {
     const at::ScalarType type = parameter.scalar_type();
     return (type == at::kFloat || type == at::kDouble) && !gradient.is_sparse() &&
            parameter.is_non_overlapping_and_dense() && (options.momentum == 0 || parameter.numel() % 16 == 0);
   }
 
-  void step_group(const SgdOptions& options, detail::Active<SgdState>& group, const StepScale& scale) {
-    detail::each_kind(group, [&](detail::Active<SgdState>& all) {
+  void step_group(const SGDOptions& options, detail::Active<SGDState>& group, const StepScale& scale) {
+    detail::each_kind(group, [&](detail::Active<SGDState>& all) {
       const bool on_cpu = all.parameters[0].is_cpu();
       if (options.implementation == Implementation::automatic && on_cpu) return fastest_on_cpu(options, all);
       bool sparse = false;
@@ -255,7 +255,7 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
   }
 
   // Uses the fused operator where it has the loop's bits.
-  void fastest_on_cpu(const SgdOptions& options, detail::Active<SgdState>& all) {
+  void fastest_on_cpu(const SGDOptions& options, detail::Active<SGDState>& all) {
     fused_.clear();
     looped_.clear();
     for (std::size_t i = 0; i < all.size(); ++i)
@@ -267,7 +267,7 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
     looped_.clear();
   }
 
-  detail::Active<SgdState> fused_, looped_;
+  detail::Active<SGDState> fused_, looped_;
 };
 
 struct AdamOptions {

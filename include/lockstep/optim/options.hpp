@@ -25,7 +25,7 @@ enum class Implementation {
 };
 
 /// The options of one parameter group in LibTorch's form. `values` holds the optimizer's options, such as
-/// SgdOptions. If `lr_tensor` is defined, it is the learning rate and set_lr writes into it.
+/// SGDOptions. If `lr_tensor` is defined, it is the learning rate and set_lr writes into it.
 template <class Options>
 class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions<Options>> {
  public:
@@ -60,8 +60,8 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
 
 /// Returns a parameter group with its own options, for an optimizer's list of groups:
 ///
-///   SGD({parameter_group(weights, SgdOptions{.weight_decay = 1e-4}),
-///        parameter_group(biases, SgdOptions{})})
+///   SGD({parameter_group(weights, SGDOptions{.weight_decay = 1e-4}),
+///        parameter_group(biases, SGDOptions{})})
 template <class Options>
 torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parameters,
                                                   const Options& options) {
@@ -70,7 +70,7 @@ torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parame
   };
   static_assert(ours,
                 "lockstep: parameter_group takes the options of one of lockstep's optimizers, such as "
-                "SgdOptions; LibTorch's options go with torch::optim::OptimizerParamGroup");
+                "SGDOptions; LibTorch's options go with torch::optim::OptimizerParamGroup");
   if constexpr (ours) {
     using Kept = typename Options::Group;
     return {std::move(parameters), std::make_unique<GroupOptions<Kept>>(Kept(options))};

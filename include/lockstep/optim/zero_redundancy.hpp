@@ -239,7 +239,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
               named.back().name));
       }
     const detail::CallScope scope("the constructor of ZeroRedundancyOptimizer");
-    check_same_model(named, {}, comm_);
+    check_same_model(comm_, named, {});
     shards_ = detail::partition_parameters(param_groups_, comm_.size());
     for (const auto& group : own())
       for (const at::Tensor& parameter : group) own_keys_.insert(parameter.unsafeGetTensorImpl());

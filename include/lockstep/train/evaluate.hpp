@@ -360,11 +360,10 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       std::optional<BufferSnapshot> snapshot;
       if (options.restore_buffers) snapshot.emplace(detail::module_of(model));
       broadcast_buffers(detail::module_of(model), comm);
-      DataLoader loader{detail::DatasetView{dataset},
-                        EvaluationSampler{samples, comm},
-                        {.batch_size = static_cast<std::size_t>(options.batch_size),
-                         .num_workers = static_cast<std::size_t>(options.num_workers),
-                         .pin_memory = true}};
+      DataLoader loader{
+          detail::DatasetView{dataset},
+          EvaluationSampler{samples, comm},
+          {.batch_size = options.batch_size, .num_workers = options.num_workers, .pin_memory = true}};
       std::tuple measurements{detail::Measurement<std::remove_reference_t<Metrics>, M, Batch>{metrics}...};
       for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))}) {
         at::Tensor output;

@@ -240,7 +240,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void follow_requires_grad() {
     std::vector<std::int64_t> now = frozen();
     if (!any_rank(comm_, now != position_.frozen)) return;
-    check_same_model(ddp_.named_parameters(), {}, comm_);
+    check_same_model(comm_, ddp_.named_parameters(), {});
     if constexpr (StatefulHook<Hook>) {
       throw detail::CollectiveError<UsageError>(
           "a parameter was frozen or unfrozen, and the communication hook of this Trainer has state for each "
@@ -274,11 +274,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <Dataset D, class Loss, class... Callbacks>
   EpochReport run(D& dataset, Loss& loss, Callbacks&... callbacks) {
     auto loader = detail::aborting(comm_, [&] {
-      return DataLoader{detail::DatasetView{dataset},
-                        sampler_for(dataset),
-                        {.batch_size = static_cast<std::size_t>(options_.batch_size),
-                         .num_workers = static_cast<std::size_t>(options_.num_workers),
-                         .pin_memory = true}};
+      return DataLoader{
+          detail::DatasetView{dataset},
+          sampler_for(dataset),
+          {.batch_size = options_.batch_size, .num_workers = options_.num_workers, .pin_memory = true}};
     });
     detail::check_same_run(dataset, detail::samples_of_ranks(loader.sampler(), comm_), options_, comm_);
     auto saved = saved_data_position();
@@ -449,7 +448,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void compare_parameters() {
     if constexpr (!requires { requires Hook::ranks_diverge; }) {
       if (!options_.compare_parameters) return;
-      const double distance = check_same_parameters(ddp_.named_parameters(), comm_);
+      const double distance = check_same_parameters(comm_, ddp_.named_parameters());
       if (distance > 0 && !std::exchange(warned_of_rounding_, true))
         world_.log.warning(
             "the parameters of the ranks differ by rounding, {:.1g} of their norm at most: "

@@ -111,7 +111,7 @@ void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options,
     if (parameter.sparse) names.emplace_back(parameter.name);
   require_equal(comm, shared_options(options, hook, names), "the ranks reduce gradients differently",
                 "give every rank the same model, DdpOptions and hook");
-  if (options.init_sync) check_same_model(parameters.all, buffers, comm);
+  if (options.init_sync) check_same_model(comm, parameters.all, buffers);
   if (parameters.trained.empty()) return;  // the caller throws
   for (const ParameterEntry& parameter : parameters.trained)
     if (parameter.sparse && !std::same_as<Hook, AllReduceHook>)

@@ -435,7 +435,7 @@ class BucketReduction {
       return std::max(0.0, std::chrono::duration<double>(to - from).count());
     };
     DdpReport report;
-    report.reductions = reductions_;
+    report.reductions = static_cast<std::int64_t>(reductions_);
     report.hook = std::string(hook_.name());
     for (std::size_t b = 0; b < buckets_->size(); ++b) {
       BucketReport bucket;

@@ -14,12 +14,12 @@
 #define LOCKSTEP_EXTERN extern
 #endif
 
-LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::SgdOptions>;
+LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::SGDOptions>;
 LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::AdamOptions>;
 
 namespace lockstep::detail {
 
-LOCKSTEP_EXTERN template class GroupedOptimizer<SGD, SgdState, SgdOptions>;
+LOCKSTEP_EXTERN template class GroupedOptimizer<SGD, SGDState, SGDOptions>;
 LOCKSTEP_EXTERN template class GroupedOptimizer<Adam, AdamState, AdamOptions>;
 LOCKSTEP_EXTERN template class UsageExchange<CpuComm>;
 LOCKSTEP_EXTERN template class BucketReduction<CpuComm, AllReduceHook>;

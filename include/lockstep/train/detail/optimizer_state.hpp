@@ -62,8 +62,8 @@ struct TorchOptions {
 };
 
 /// Adapts torch::optim::SGD. Its options and states are those of lockstep's, but for `maximize`.
-struct TorchSgd : TorchOptions<torch::optim::SGDOptions, SgdOptions, TorchSgd> {
-  using State = SgdState;
+struct TorchSgd : TorchOptions<torch::optim::SGDOptions, SGDOptions, TorchSgd> {
+  using State = SGDState;
 
   template <class Own, class Values, class Copy>
   static void each_option(Own& own, Values& values, const Copy& copy) {
@@ -122,7 +122,7 @@ struct TorchAdam : TorchOptions<Own, AdamOptions, TorchAdam<Own, OwnState, decou
 /// Calls `visit(adapter)` for the optimizer's type. Returns false for another type, or throws UsageError if `required`.
 template <class Visit>
 bool visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit, bool required = true) {
-  if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SgdOptions, SgdState>{}), true;
+  if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SGDOptions, SGDState>{}), true;
   if (dynamic_cast<const Adam*>(&optimizer)) return visit(LockstepOptimizer<AdamOptions, AdamState>{}), true;
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return visit(TorchSgd{}), true;
   if (dynamic_cast<const torch::optim::Adam*>(&optimizer))

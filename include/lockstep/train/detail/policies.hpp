@@ -266,7 +266,7 @@ std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>&
     std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
     return made;
   } else {
-    return std::make_unique<SGD>(tensor_list(parameters), SgdOptions{.lr = options.lr.value_or(1e-3)});
+    return std::make_unique<SGD>(tensor_list(parameters), SGDOptions{.lr = options.lr.value_or(1e-3)});
   }
 }
 

@@ -34,10 +34,10 @@ inline constexpr Milliseconds lookup_timeout{7'000}, attempt_timeout{5'000}, gre
 inline constexpr Milliseconds first_retry_pause{5}, last_retry_pause{500}, board_pause{20};
 // The server: the hello of a client, the cause of a rank whose connection has closed, and the calls of ranks that differ.
 inline constexpr Milliseconds hello_timeout{10'000}, end_grace{1'500}, dispute_timeout{1'000};
-// While ranks come: how often a rank looks, after which time without a newcomer it first says whom it waits for, and how often;
-// and how much CPU time between two looks shows that they still come.
-inline constexpr Milliseconds outcome_interval{2'500}, first_notice{4'500}, notice_interval{60'000},
-    least_progress{100};
+// While ranks come: LOCKSTEP_RENDEZVOUS_TIMEOUT unless it is set; how often a rank looks, after which time without a newcomer it
+// first says whom it waits for, and how often; and how much CPU time between two looks shows that they still come.
+inline constexpr Milliseconds rendezvous_default{300'000}, outcome_interval{2'500}, first_notice{4'500},
+    notice_interval{60'000}, least_progress{100};
 // While a rank waits in a call: how often its thread looks, when it first asks the others and how often, when it warns, how
 // long they may take to answer (while answers still come, or the store is slow, longer), and the longest pause between two.
 inline constexpr Milliseconds look_interval{50}, first_question{5'000}, question_interval{30'000};

@@ -34,7 +34,7 @@ namespace lockstep::detail {
 /// Returns the timeout of the rendezvous: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes by default.
 inline std::chrono::milliseconds rendezvous_timeout() {
   const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
-  return std::chrono::seconds(seconds.value_or(300));
+  return seconds ? std::chrono::seconds(*seconds) : rendezvous_default;
 }
 
 /// Opens the store of `env` within `timeout`, which is also that of each call on it. Rank 0 hosts it unless a launcher does.
