@@ -298,10 +298,14 @@ std::uint64_t hash_value(std::uint64_t hash, const torch::data::Example<Data, Ta
 
 }  // namespace detail
 
+namespace detail {
+
 /// The batch type of a dataset or of a stream.
 template <class D>
 requires Dataset<D> || BatchStream<D>
 using BatchFrom = decltype(detail::batch_from(std::declval<D&>()));
+
+}  // namespace detail
 
 /// Returns a hash of the length and of the shapes, dtypes and bytes of up to `samples` samples, spread from
 /// the first to the last. Detects another dataset or another order, but not every changed byte. Datasets that

@@ -35,12 +35,16 @@ inline void set_default_generator_state(const at::Tensor& state, const at::Devic
 
 namespace lockstep {
 
+namespace detail {
+
 /// A group with a rank and a size: a World, a communicator.
 template <class G>
 concept RankedGroup = requires(const G& group) {
   { group.rank() } -> std::convertible_to<int>;
   { group.size() } -> std::convertible_to<int>;
 };
+
+}  // namespace detail
 
 /// The key of a random generator: each (epoch, rank, stream) of a seed has its own draws. `stream` numbers
 /// the concurrent users of random numbers on a rank, such as the workers, or the batches of a loader.
@@ -69,7 +73,7 @@ inline at::Generator rank_generator(std::uint64_t seed, int rank) {
   return at::detail::createCPUGenerator(seed + static_cast<std::uint64_t>(rank));
 }
 /// Returns the generator of this process's rank in `group`.
-template <RankedGroup G>
+template <detail::RankedGroup G>
 at::Generator rank_generator(std::uint64_t seed, const G& group) {
   return rank_generator(seed, group.rank());
 }

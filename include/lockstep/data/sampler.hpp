@@ -105,7 +105,7 @@ inline std::size_t samples_per_rank(std::size_t length, std::size_t world_size, 
 }
 
 /// Constructs a sampler of any kind for `length` samples. Arguments that the kind does not need are ignored.
-template <Sampler S, RankedGroup G>
+template <Sampler S, detail::RankedGroup G>
 S make_sampler(std::size_t length, const G& group, const SamplerOptions& options = {}) {
   if constexpr (std::is_constructible_v<S, std::size_t, const G&, SamplerOptions>) {
     return S(length, group, options);
@@ -403,7 +403,7 @@ class DistributedSampler : public detail::StridedSampler {
       : detail::StridedSampler("DistributedSampler", length, rank, world_size, options) {}
 
   /// Takes rank and number of ranks from a group, such as a World or a communicator.
-  template <RankedGroup G>
+  template <detail::RankedGroup G>
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
@@ -483,7 +483,7 @@ class EvaluationSampler : public detail::PassSampler {
   }
 
   /// Takes rank and number of ranks from a group, such as a World or a communicator.
-  template <RankedGroup G>
+  template <detail::RankedGroup G>
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
 

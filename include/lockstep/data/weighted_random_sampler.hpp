@@ -50,13 +50,13 @@ class WeightedRandomSampler : public detail::StridedSampler {
           num_samples, replacement ? "with" : "without", detail::describe(weights_), above));
   }
   /// Takes rank and number of ranks from a group, such as a World or a communicator.
-  template <RankedGroup G>
+  template <detail::RankedGroup G>
   WeightedRandomSampler(const at::Tensor& weights, std::size_t num_samples, const G& group,
                         const SamplerOptions& options = {}, bool replacement = true)
       : WeightedRandomSampler(weights, num_samples, group.rank(), group.size(), options, replacement) {}
   /// Takes the weights from `dataset.sample_weights()`, and as many samples as the dataset has. Throws DataError
   /// unless there is one weight for each sample.
-  template <Dataset D, RankedGroup G>
+  template <Dataset D, detail::RankedGroup G>
   requires requires(D& dataset) {
     { dataset.sample_weights() } -> std::convertible_to<at::Tensor>;
   }

@@ -55,6 +55,8 @@ namespace lockstep {
 // They never change their input in place, are thread-safe, and throw DataError for any other number of
 // dimensions. Options and results are those of the class of the same name in torchvision.transforms.
 
+namespace detail {
+
 /// A transform of one image, `transform(image)`, or with random draws, `transform(image, generator)`.
 template <class T>
 concept ImageTransform = requires(const T& transform, const at::Tensor& image) {
@@ -63,6 +65,8 @@ concept ImageTransform = requires(const T& transform, const at::Tensor& image) {
 || requires(const T& transform, const at::Tensor& image, at::Generator& generator) {
   { transform(image, generator) } -> std::convertible_to<at::Tensor>;
 };
+
+}  // namespace detail
 
 /// A part of an image, in pixels.
 struct CropBox {
@@ -202,7 +206,7 @@ struct Normalize {
 template <class... Steps>
 class Compose {
  public:
-  static_assert((ImageTransform<Steps> && ...),
+  static_assert((detail::ImageTransform<Steps> && ...),
                 "lockstep: a transform of Compose is called as transform(image) or transform(image, "
                 "generator) and returns a tensor");
 

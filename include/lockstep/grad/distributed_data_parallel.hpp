@@ -64,7 +64,7 @@ template <class M, class Comm, class Hook = AllReduceHook>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
   using Reducer = detail::ReducerFor<Comm, Hook>;
-  static_assert(Trainable<M>,
+  static_assert(detail::Trainable<M>,
                 "lockstep: the model of DistributedDataParallel is a torch::nn::Module or a handle to one, a "
                 "TorchScript module, or a std::vector of parameters");
   static_assert(Communicator<Comm>,
@@ -105,9 +105,9 @@ class DistributedDataParallel {
 
   /// Returns the model's forward, after `before_forward()`.
   template <class... Args>
-  decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
+  decltype(auto) operator()(Args&&... args) requires(!detail::ParameterList<M>) {
     before_forward();
-    if constexpr (ScriptModule<M>)
+    if constexpr (detail::ScriptModule<M>)
       return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
     else
       return (*model_).forward(std::forward<Args>(args)...);
@@ -333,7 +333,7 @@ class DistributedDataParallel {
 
   void run_buffer_sync() {
     // The forward of a ScriptModule replaces the tensor of a buffer that it assigns.
-    if constexpr (ScriptModule<M>)
+    if constexpr (detail::ScriptModule<M>)
       if (state_->broadcasts_buffers)
         state_->buffers =
             broadcast_list(detail::without_ignored(tensors_of(model_), state_->ignored).buffers);

@@ -49,6 +49,8 @@ concept ModuleHandle = std::copyable<M> && requires(M& handle) {
 template <class M>
 concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 
+namespace detail {
+
 /// A TorchScript module (`torch::jit::Module`). Recognized by its members, which avoids its heavy header.
 template <class M>
 concept ScriptModule =
@@ -73,16 +75,18 @@ struct ModelTensors {
   std::unordered_set<const c10::TensorImpl*> sparse;
 };
 
+}  // namespace detail
+
 /// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse gradients.
-ModelTensors tensors_of(const torch::nn::Module& module);
+detail::ModelTensors tensors_of(const torch::nn::Module& module);
 template <detail::ModuleHandle M>
-ModelTensors tensors_of(const M& model) {
+detail::ModelTensors tensors_of(const M& model) {
   return tensors_of(static_cast<const torch::nn::Module&>(*model));
 }
 /// Those of a TorchScript module.
-template <ScriptModule M>
-ModelTensors tensors_of(const M& model) {
-  ModelTensors tensors;
+template <detail::ScriptModule M>
+detail::ModelTensors tensors_of(const M& model) {
+  detail::ModelTensors tensors;
   std::unordered_set<const c10::TensorImpl*> seen;
   const auto collect = [&](const auto& list, std::vector<NamedTensor>& result) {
     for (const auto& item : list)
@@ -94,9 +98,9 @@ ModelTensors tensors_of(const M& model) {
   return tensors;
 }
 /// Returns the tensors of a parameter list. Unnamed tensors are named by their index.
-ModelTensors tensors_of(const std::vector<NamedTensor>& list);
+detail::ModelTensors tensors_of(const std::vector<NamedTensor>& list);
 /// Those of a list without names.
-ModelTensors tensors_of(const std::vector<at::Tensor>& list);
+detail::ModelTensors tensors_of(const std::vector<at::Tensor>& list);
 
 namespace detail {
 

@@ -14,6 +14,8 @@
 
 namespace lockstep {
 
+namespace detail {
+
 /// A learning rate curve: `curve(t)` returns the factor of the learning rate at the zero-based step or epoch
 /// `t`. It depends on `t` alone, so all ranks agree and a resumed run needs no state.
 ///
@@ -23,6 +25,8 @@ template <class C>
 concept RateCurve = requires(const C& curve, std::int64_t t) {
   { curve(t) } -> std::convertible_to<double>;
 };
+
+}  // namespace detail
 
 namespace detail {
 inline void require_positive(std::int64_t value, const char* curve, const char* option) {
@@ -107,7 +111,7 @@ struct ExponentialLR {
 /// torch.optim.lr_scheduler.SequentialLR.
 template <class First, class Second>
 struct SequentialLR {
-  static_assert(RateCurve<First> && RateCurve<Second>,
+  static_assert(detail::RateCurve<First> && detail::RateCurve<Second>,
                 "lockstep: SequentialLR takes a curve, the number of steps or epochs that it lasts, and the "
                 "curve that follows it");
   First first;
@@ -123,7 +127,7 @@ SequentialLR(First, int, Second) -> SequentialLR<First, Second>;
 /// A Schedule (see train/extras.hpp) that evaluates its curve at the optimizer step.
 template <class Curve>
 struct PerStep {
-  static_assert(RateCurve<Curve>,
+  static_assert(detail::RateCurve<Curve>,
                 "lockstep: PerStep takes a curve, such as CosineAnnealingLR, which is called with the number "
                 "of a step and gives the factor of the rate");
   Curve curve;
@@ -135,7 +139,7 @@ PerStep(Curve) -> PerStep<Curve>;
 /// A Schedule that evaluates its curve at the epoch, so that all steps of an epoch have one factor.
 template <class Curve>
 struct PerEpoch {
-  static_assert(RateCurve<Curve>,
+  static_assert(detail::RateCurve<Curve>,
                 "lockstep: PerEpoch takes a curve, such as StepLR, which is called with the number of an "
                 "epoch and gives the factor of the rate");
   Curve curve;

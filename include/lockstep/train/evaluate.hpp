@@ -367,7 +367,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       std::tuple measurements{detail::Measurement<std::remove_reference_t<Metrics>, M, Batch>{metrics}...};
       for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))}) {
         at::Tensor output;
-        if constexpr ((OutputMetric<std::remove_reference_t<Metrics>, Batch> || ...))
+        if constexpr ((detail::OutputMetric<std::remove_reference_t<Metrics>, Batch> || ...))
           output = detail::call_model(model, batch.data);
         std::apply([&](auto&... each) { (each.add(model, output, batch), ...); }, measurements);
       }

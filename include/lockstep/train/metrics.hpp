@@ -201,6 +201,8 @@ concept MeasuredBy = LossResult<T> || std::same_as<std::remove_cvref_t<T>, PerSa
     (std::same_as<std::remove_cvref_t<T>, Sums>&& ComputingMetric<M>);
 }  // namespace detail
 
+namespace detail {
+
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
 /// batches and returns one of four forms.
 ///
@@ -221,8 +223,10 @@ concept ModelMetric = !OutputMetric<M, Batch> && requires(M & metric, Model& mod
   { metric(model, batch) } -> detail::MeasuredBy<M>;
 };
 
+}  // namespace detail
+
 template <class M, class Model, class Batch>
-concept Metric = OutputMetric<M, Batch> || ModelMetric<M, Model, Batch>;
+concept Metric = detail::OutputMetric<M, Batch> || detail::ModelMetric<M, Model, Batch>;
 
 /// The fraction of samples whose largest output over the last dimension is at the target class. output: [...,
 /// C]; batch.target: [...] of class indices. Throws DataError for other shapes.
@@ -336,10 +340,14 @@ concept LossFunction = requires(L& loss, Model& model, Batch& batch) {
   { loss(model, batch) } -> detail::LossResult;
 };
 
+namespace detail {
+
 /// A loss that returns a Mean. Only the data determines its count.
 template <class L, class Model, class Batch>
 concept CountedLoss = LossFunction<L, Model, Batch> &&
     std::same_as<std::remove_cvref_t<std::invoke_result_t<L&, Model&, Batch&>>, Mean>;
+
+}  // namespace detail
 
 /// The loss of one micro-batch on one rank. Backward starts from `value`. The sum of the losses is
 /// `reported * factor`, over `count` samples or counted items.

@@ -12,6 +12,8 @@ using Monitor = std::function<double(const EpochReport&)>;
 /// Whether a smaller or a larger value of a Monitor is better.
 enum class MonitorMode { min, max };
 
+namespace detail {
+
 /// The best value of a Monitor so far, std::nullopt before the first finite one, and its zero-based epoch.
 struct BestValue {
   std::optional<double> value = std::nullopt;
@@ -25,6 +27,8 @@ struct BestValue {
     return mode == MonitorMode::min ? other + min_delta < *value : other - min_delta > *value;
   }
 };
+
+}  // namespace detail
 
 namespace detail {
 inline const char* text_of(MonitorMode mode) {
@@ -116,7 +120,7 @@ struct EarlyStopping {
 
   /// The state that a checkpoint stores.
   struct State {
-    BestValue best = {};          ///< So far.
+    detail::BestValue best = {};  ///< So far.
     std::int64_t wait_count = 0;  ///< Epochs since the best value.
     bool stopped = false;         ///< Whether it has ended a `fit`.
   };
@@ -191,7 +195,7 @@ struct BestCheckpoint {
   Monitor monitor;
   std::function<void()> write;
   MonitorMode mode = MonitorMode::min;
-  BestValue best = {};  ///< So far; saved and loaded with a checkpoint.
+  detail::BestValue best = {};  ///< So far; saved and loaded with a checkpoint.
 
   void on_epoch_start(const EpochPlan&) const {
     detail::require_monitor(monitor, "BestCheckpoint");
@@ -205,7 +209,7 @@ struct BestCheckpoint {
     const double value = detail::monitored_value(monitor, "BestCheckpoint", "BestCheckpoint::on_epoch",
                                                  report, best, {{"mode", detail::text_of(mode)}}, comm);
     if (!best.improved_by(value, mode)) return;
-    const BestValue before = best;
+    const detail::BestValue before = best;
     best = {value, report.epoch};  // a checkpoint that `write` saves holds it
     try {
       write();

@@ -17,10 +17,14 @@ class DistributedSampler;
 class CpuComm;
 struct Fp32;
 
+namespace detail {
+
 /// The policies of a Trainer by default.
 using DefaultSampler = DistributedSampler;
 using DefaultComm = CpuComm;    ///< See DefaultSampler.
 using DefaultPrecision = Fp32;  ///< See DefaultSampler.
+
+}  // namespace detail
 
 template <class... Policies>
 class Trainer;

@@ -72,8 +72,8 @@ LOCKSTEP_INLINE std::vector<NamedTensor> unique_buffers(const torch::nn::Module&
   return detail::each_once(module.named_buffers());
 }
 
-LOCKSTEP_INLINE ModelTensors tensors_of(const torch::nn::Module& module) {
-  ModelTensors tensors{unique_parameters(module), unique_buffers(module), {}};
+LOCKSTEP_INLINE detail::ModelTensors tensors_of(const torch::nn::Module& module) {
+  detail::ModelTensors tensors{unique_parameters(module), unique_buffers(module), {}};
   module.apply([&](const torch::nn::Module& child) {
     if (const auto* table = child.as<torch::nn::EmbeddingImpl>(); table && table->options.sparse())
       tensors.sparse.insert(table->weight.unsafeGetTensorImpl());
@@ -83,8 +83,8 @@ LOCKSTEP_INLINE ModelTensors tensors_of(const torch::nn::Module& module) {
   return tensors;
 }
 
-LOCKSTEP_INLINE ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
-  ModelTensors tensors;
+LOCKSTEP_INLINE detail::ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
+  detail::ModelTensors tensors;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const NamedTensor& item : list)
     if (item.tensor.defined() && seen.insert(item.tensor.unsafeGetTensorImpl()).second)
@@ -92,7 +92,7 @@ LOCKSTEP_INLINE ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
   return tensors;
 }
 
-LOCKSTEP_INLINE ModelTensors tensors_of(const std::vector<at::Tensor>& list) {
+LOCKSTEP_INLINE detail::ModelTensors tensors_of(const std::vector<at::Tensor>& list) {
   std::vector<NamedTensor> named;
   for (const at::Tensor& tensor : list) named.push_back({std::to_string(named.size()), tensor});
   return tensors_of(named);

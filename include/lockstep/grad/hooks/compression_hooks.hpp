@@ -194,7 +194,7 @@ class QuantizedHook {
   [[nodiscard]] std::string_view name() const {
     return options_.per_channel ? "quantized_per_channel" : "quantized_per_tensor";
   }
-  [[nodiscard]] HookSettings settings() const {
+  [[nodiscard]] NamedValues settings() const {
     return {{"channel", detail::formatted("{}", options_.channel)}};
   }
   /// Returns n + 8 c for each bucket of n elements in c channels.

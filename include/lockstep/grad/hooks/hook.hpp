@@ -32,7 +32,6 @@ struct GradientBucket {
   std::vector<std::size_t> parameters;
 };
 
-using HookSettings = NamedValues;                                   ///< names and values as text
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;  ///< names and tensors
 
 /// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one call of `wait` or
@@ -137,11 +136,15 @@ class AllReduceHook {
   std::uint64_t wire_bytes_ = 0;
 };
 
+namespace detail {
+
 /// A Reduction that is complete already.
 struct FinishedReduction {
   void wait() const noexcept {}
   void synchronize(std::chrono::milliseconds) const noexcept {}
 };
+
+}  // namespace detail
 
 /// Leaves each rank its own, undivided gradients, to measure a step without gradient communication. Not for
 /// training. The ranks still exchange a few bytes that report a failed rank. Counterpart: noop_hook.
@@ -153,7 +156,7 @@ struct NoOpHook {
   static constexpr bool capturable = true;
 
   template <Communicator Comm>
-  FinishedReduction start(Comm&, const GradientBucket&) {
+  detail::FinishedReduction start(Comm&, const GradientBucket&) {
     return {};
   }
   [[nodiscard]] std::string_view name() const { return "no_op"; }
@@ -178,7 +181,7 @@ class FunctionHook {
     using Result = std::invoke_result_t<Function&, Comm&, const GradientBucket&>;
     if constexpr (std::is_void_v<Result>) {
       function_(comm, bucket);
-      return FinishedReduction{};
+      return detail::FinishedReduction{};
     } else {
       static_assert(Reduction<Result>, "lockstep: a hook function returns a Work to wait for, or nothing");
       return function_(comm, bucket);

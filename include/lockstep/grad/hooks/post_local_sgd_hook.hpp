@@ -55,7 +55,7 @@ class PostLocalSgdHook {
   }
 
   [[nodiscard]] std::string_view name() const { return "post_local_sgd"; }
-  [[nodiscard]] HookSettings settings() const {
+  [[nodiscard]] NamedValues settings() const {
     return {{"start_iteration", detail::formatted("{}", options_.start_iteration)},
             {"reduce_in_subgroup", detail::formatted("{}", options_.reduce_in_subgroup)}};
   }

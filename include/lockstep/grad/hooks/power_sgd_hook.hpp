@@ -352,7 +352,7 @@ class PowerSgdHook {
   }
 
   [[nodiscard]] std::string_view name() const { return "power_sgd"; }
-  [[nodiscard]] HookSettings settings() const {
+  [[nodiscard]] NamedValues settings() const {
     return {{"matrix_approximation_rank", detail::formatted("{}", options_.matrix_approximation_rank)},
             {"start_iteration", detail::formatted("{}", options_.start_iteration)},
             {"min_compression_rate", detail::formatted("{}", options_.min_compression_rate)},
