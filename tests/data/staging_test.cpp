@@ -23,7 +23,7 @@ lockstep::TensorDataset numbers(std::int64_t samples) {
   return {data, data + 100};
 }
 
-auto loader_of(std::int64_t samples, std::size_t workers = 0) {
+auto loader_of(std::int64_t samples, std::int64_t workers = 0) {
   return lockstep::DataLoader{
       numbers(samples),
       lockstep::DistributedSampler{static_cast<std::size_t>(samples), 0, 1, {.shuffle = false}},
