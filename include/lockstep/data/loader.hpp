@@ -243,6 +243,14 @@ namespace lockstep {
 /// A function that transforms a sample or a batch. It must draw from the given generator alone.
 using Transform = std::function<Example(Example, at::Generator&)>;
 
+namespace detail {
+inline void check_workers(std::int64_t num_workers) {
+  if (num_workers < 0 || num_workers > 1024)
+    throw UsageError(
+        formatted("num_workers is {}: give a number of threads per rank, 0 to 1024", num_workers));
+}
+}  // namespace detail
+
 /// Options of DataLoader.
 struct LoaderOptions {
   /// Samples per batch of this rank. At least 1.
@@ -290,15 +298,16 @@ class DataLoader {
   using Batch = BatchOf<D>;
   class Iterator;
 
-  /// Throws UsageError if the batch size is below 1, a number of workers or batches below 0, or a transform does not fit the
+  /// Throws UsageError if the batch size is below 1, a number of workers or batches out of range, or a transform does not fit the
   /// dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
     if (options_.batch_size < 1)
       throw UsageError(detail::formatted("batch_size is {}: give at least 1", options_.batch_size));
-    if (options_.num_workers < 0 || options_.prefetch_factor < 0)
-      throw UsageError(detail::formatted("num_workers is {} and prefetch_factor {}: give 0 or more",
-                                         options_.num_workers, options_.prefetch_factor));
+    detail::check_workers(options_.num_workers);
+    if (options_.prefetch_factor < 0 || options_.prefetch_factor > 1'000'000)
+      throw UsageError(detail::formatted("prefetch_factor is {}: give a number of batches, 0 to 1,000,000",
+                                         options_.prefetch_factor));
     if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
       throw UsageError(
           "the loader's transforms take an Example of two tensors, and this dataset's batches are of another "

@@ -236,8 +236,7 @@ class SGD : public detail::GroupedOptimizer<SGD, SGDState, SGDOptions> {
            parameter.is_non_overlapping_and_dense() && (options.momentum == 0 || parameter.numel() % 16 == 0);
   }
 
-  void step_group(const SGDOptions& options, detail::Active<SGDState>& group,
-                  const detail::StepScale& scale) {
+  void step_group(const SGDOptions& options, detail::Active<SGDState>& group, const StepScale& scale) {
     detail::each_kind(group, [&](detail::Active<SGDState>& all) {
       const bool on_cpu = all.parameters[0].is_cpu();
       if (options.implementation == Implementation::automatic && on_cpu) return fastest_on_cpu(options, all);
@@ -532,7 +531,7 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
   }
 
   static void step_group(const AdamOptions& options, detail::Active<AdamState>& group,
-                         const detail::StepScale& scale) {
+                         const StepScale& scale) {
     detail::each_kind(group, [&](detail::Active<AdamState>& all) {
       if (steps_fused(options, all.parameters[0]))
         detail::adam_fused(options, all, scale);

@@ -129,7 +129,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   }
   /// Steps with a GradScaler's scale. All ranks take the same decision without communicating, since the
   /// scaler checks all gradients.
-  void step_scaled(const detail::StepScale& scale) override {
+  void step_scaled(const StepScale& scale) override {
     auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
     if (inside == nullptr)
       throw UsageError(

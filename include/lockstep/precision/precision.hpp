@@ -220,8 +220,6 @@ class Tf32 {
   std::unique_ptr<Tf32Scope> backward_;
 };
 
-namespace detail {
-
 /// The arguments that a GradScaler passes to a step: gradients are divided by `scale`, and the step is
 /// skipped if `found_inf` is 1. Each has one element, or is undefined (see `any`). `on` copies them to a device.
 struct StepScale {
@@ -236,8 +234,6 @@ struct StepScale {
   }
 };
 
-}  // namespace detail
-
 /// An optimizer whose step divides the gradients by a scaler's scale and decides on the device whether to
 /// skip, without synchronizing and without a separate pass. A class derives from this and from
 /// torch::optim::Optimizer; GradScaler then uses it.
@@ -246,7 +242,7 @@ class ScaledStep {
   /// Returns whether the current options allow `step_scaled`.
   [[nodiscard]] virtual bool takes_scale() = 0;
   /// Steps with divided gradients. If `found_inf` is 1, leaves parameters, states and step counts unchanged.
-  virtual void step_scaled(const detail::StepScale& scale) = 0;
+  virtual void step_scaled(const StepScale& scale) = 0;
 
  protected:
   ScaledStep() = default;

@@ -352,6 +352,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
         if (options.batch_size < 1)
           throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
                                              options.batch_size));
+        detail::check_workers(options.num_workers);
         return std::to_string(samples);
       };
       // The exchange also finds ranks that are in another call, before they exchange tensors.

@@ -84,8 +84,6 @@ struct MakeOptimizer {
   }
 };
 
-namespace detail {
-
 /// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`,
 /// both zero-based. The factor depends on these two arguments only, so that all ranks agree.
 /// Counterpart: torch.optim.lr_scheduler.LambdaLR.
@@ -93,8 +91,6 @@ template <class E>
 concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
   { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
 };
-
-}  // namespace detail
 
 /// Wraps `function(epoch, step)`, which returns the factor, as a Schedule.
 template <class Function>
@@ -112,8 +108,6 @@ struct RateSchedule {
       return 1;
   }
 };
-
-namespace detail {
 
 /// A check of the gradients before any GradientCallback sees them. `watch(named_parameters)` is called before
 /// the first backward, and before an epoch in which other parameters require grad: it may register hooks on
@@ -135,8 +129,6 @@ concept HookPolicy = requires(const E& extra) {
   extra.wire_bytes();
 };
 
-}  // namespace detail
-
 // Callbacks: arguments of Trainer::fit, after the loss. Any number of each concept.
 
 /// What `fit` does after a StepCallback, EpochStartCallback or EpochCallback, which returns it or void. If one
@@ -146,8 +138,6 @@ concept HookPolicy = requires(const E& extra) {
 /// Counterpart: `trainer.should_stop` of Lightning, `model.stop_training` of Keras.
 enum class FitAction { proceed, stop };
 
-namespace detail {
-
 /// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`. The gradients
 /// are equal on all ranks; a callback may modify them in place, identically on every rank. A precision with
 /// `unscale(optimizer)` unscales them before the first callback, and its `step` does not again.
@@ -155,8 +145,6 @@ template <class E>
 concept GradientCallback = requires(E& callback, const Gradients& gradients) {
   callback.on_gradients(gradients);
 };
-
-}  // namespace detail
 
 /// Wraps `function(gradients)` as a GradientCallback.
 template <class Function>
@@ -205,8 +193,6 @@ struct StepReport {
   }
 };
 
-namespace detail {
-
 /// A callback after each optimizer step, on every rank: `on_step(report)`, or `on_step(report, comm)` with
 /// the Trainer's communicator. If it returns FitAction::stop, the epoch ends with this step: its
 /// EpochCallbacks run, and a later `fit` starts the next epoch.
@@ -218,8 +204,6 @@ concept StepCallback = requires(E& callback, const StepReport& report) {
   callback.on_step(report, comm);
 };
 
-}  // namespace detail
-
 /// Wraps `function(report)` as a StepCallback.
 template <class Function>
 struct OnStep {
@@ -228,16 +212,12 @@ struct OnStep {
   auto on_step(const StepReport& report) { return detail::call_for(function, report); }
 };
 
-namespace detail {
-
 /// A callback after each optimizer step that also gets the times of its phases, on every rank:
 /// `on_profile(report, profile)`. Costs one clock read for each phase.
 template <class E>
 concept ProfileCallback = requires(E& callback, const StepReport& report, const StepProfile& profile) {
   callback.on_profile(report, profile);
 };
-
-}  // namespace detail
 
 /// Wraps `function(report, profile)` as a ProfileCallback.
 template <class Function>
@@ -256,8 +236,6 @@ struct EpochPlan {
   bool resumed = false;
 };
 
-namespace detail {
-
 /// A callback before each epoch, on every rank: `on_epoch_start(plan)`, or `on_epoch_start(plan, comm)` with
 /// the Trainer's communicator. If it returns FitAction::stop, the epoch does not start.
 template <class E>
@@ -267,8 +245,6 @@ concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
 || requires(E& callback, const EpochPlan& plan, LocalComm& comm) {
   callback.on_epoch_start(plan, comm);
 };
-
-}  // namespace detail
 
 /// Wraps `function(plan)` as an EpochStartCallback.
 template <class Function>
@@ -294,8 +270,6 @@ struct EpochReport {
   std::vector<std::pair<std::string_view, Total>> losses = {};
 };
 
-namespace detail {
-
 /// A callback after each epoch, on every rank: `on_epoch(report)`, or `on_epoch(report, comm)` with the Trainer's
 /// communicator. It may evaluate, save and log. If it returns FitAction::stop, `fit` returns after this epoch.
 template <class E>
@@ -306,8 +280,6 @@ concept EpochCallback = requires(E& callback, const EpochReport& report) {
   callback.on_epoch(report, comm);
 };
 
-}  // namespace detail
-
 /// Wraps `function(report)` as an EpochCallback.
 template <class Function>
 struct OnEpoch {
@@ -316,14 +288,10 @@ struct OnEpoch {
   auto on_epoch(const EpochReport& report) { return detail::call_for(function, report); }
 };
 
-namespace detail {
-
 /// Any of the five callback concepts.
 template <class E>
 concept Callback =
     GradientCallback<E> || StepCallback<E> || ProfileCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
-
-}  // namespace detail
 
 namespace detail {
 // Calls the callback if it is one for this event.

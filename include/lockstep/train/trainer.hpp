@@ -232,7 +232,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   void watch_gradients() {
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (detail::GradientCheck<E>) extra.watch(ddp_.named_parameters());
+      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
     });
   }
 
@@ -332,7 +332,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       plan.resumed = !so_far.data_position.empty();
       if (notify_all(plan, callbacks...)) break;
       follow_requires_grad();
-      ddp_.record_completions((detail::ProfileCallback<Callbacks> || ...));
+      ddp_.record_completions((ProfileCallback<Callbacks> || ...));
       const std::int64_t before = position_.step - position_.step_in_epoch;
       bool stopped = false;
       report = run_epoch(source, plan, std::exchange(so_far, {}), stopped, loss, callbacks...);
@@ -367,7 +367,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     auto descended = [&](Model& model, typename Source::Batch& batch) {
       return Parts::take(std::invoke(loss, model, batch), batch, parts_);
     };
-    constexpr bool profiled = (detail::ProfileCallback<Callbacks> || ...);
+    constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
     [[maybe_unused]] std::conditional_t<profiled, detail::StepTimer, detail::NoStepTimer> timer;
     while (!(plan.steps && done >= *plan.steps) && !stopped) {
       if constexpr (profiled) timer.begin();

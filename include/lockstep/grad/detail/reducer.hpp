@@ -214,7 +214,7 @@ struct Contribution {
 /// `Phase` is where a reduction is:
 ///
 ///   idle --open()--> open --close()--> idle
-///   idle --another model's backward reaches this one--> joined --open(), close() at its end--> idle
+///   idle --another model's backward reaches this one--> joined --at its end open(), close(), or abandon--> idle
 ///   open --a bare loss.backward() throws--> stale --close() before the next reduction--> idle
 ///
 /// and `Buckets` how they are planned: by registration, then once in the order in which the gradients became ready.

@@ -169,6 +169,15 @@ inline void write_bytes(torch::serialize::OutputArchive& archive, const std::str
   archive.write(key, tensor, /*is_buffer=*/true);
 }
 
+/// Returns whether the elements of a tensor that LibTorch has read from a file lie in its storage.
+inline bool in_storage(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return true;
+  auto elements = static_cast<double>(tensor.storage_offset()) + 1;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i)
+    elements += static_cast<double>(tensor.size(i) - 1) * static_cast<double>(tensor.stride(i));
+  return elements * static_cast<double>(tensor.itemsize()) <= static_cast<double>(tensor.storage().nbytes());
+}
+
 [[noreturn]] inline void refuse_archive(const std::string& key) {
   throw CheckpointError(
       detail::formatted("the checkpoint has no \"{}\": it is damaged, or no checkpoint", key));

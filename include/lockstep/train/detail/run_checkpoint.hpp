@@ -277,7 +277,13 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     });
     on_all([&] {
       const std::string pickled = read_bytes(archive, "ddp");
-      run.ddp.load_state(torch::pickle_load({pickled.begin(), pickled.end()}));
+      check_archive(pickled);
+      const c10::IValue state = torch::pickle_load({pickled.begin(), pickled.end()});
+      state.visit([](const c10::IValue& part) {
+        if (part.isTensor() && !in_storage(part.toTensor())) refuse_archive("ddp");
+        return false;
+      });
+      run.ddp.load_state(state);
     });
     tensors.copy();
     restore_position(run.position, std::move(position), run.log);

@@ -257,8 +257,10 @@ class ControlPlane {
         if (last) group->leave();
         if (!last || !group->failed) positions.push_back({group->name, group->position()});
         if (auto found = group->new_marks()) {
-          if (found->calls.size() > room) found->calls.clear();
-          room -= found->calls.size();
+          auto& calls = found->calls;  // of each group in any case the last ones
+          const auto most = std::max<std::size_t>(room, mark_interval), told = std::min(most, calls.size());
+          calls.erase(calls.begin(), calls.end() - static_cast<std::ptrdiff_t>(told));
+          room -= std::min(room, told);
           marks.push_back(std::move(*found));
         }
       }

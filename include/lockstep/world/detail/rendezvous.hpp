@@ -112,14 +112,15 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
 /// Returns the error of two processes with the rank of `env`.
 inline std::string duplicate_text(const Environment& env, const std::string& owner, const std::string& me) {
   const bool command = env.launcher == "--nproc";  // whose RANK is the first of its ranks
-  const auto name = env.rank_variables.substr(0, env.rank_variables.find(','));
-  const auto variable = name.empty() ? "rank" : name;
+  const std::string variables = env.rank_variables.empty() ? "rank" : env.rank_variables;
+  const auto name = variables.substr(0, variables.find(','));
   const auto number = command ? formatted("{} and --nproc {}", env.rank - env.local_rank, env.local_size)
                               : std::to_string(env.rank);
   return formatted(
-      "rank {} is claimed by {} and {}{}: give every {} its own {}, and every run a MASTER_PORT of its own",
-      env.rank, owner, me, name.empty() ? "" : formatted(", the latter with {}={}", name, number),
-      command ? "command" : "process", command ? "RANK, the first of its ranks" : variable);
+      "rank {} is claimed by {} and {}, the latter with {}={}: give every {} its own {}{}, and every run a "
+      "MASTER_PORT of its own",
+      env.rank, owner, me, name, number, command ? "command" : "process", name,
+      command ? ", the first of its ranks" : "");
 }
 
 /// Joins the run as `me`. Refuses the rendezvous on all ranks if another process has the same rank, or if the ranks disagree on

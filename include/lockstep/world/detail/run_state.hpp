@@ -129,7 +129,8 @@ class RunState {
   struct Dispute {
     std::string group;
     CallDifference found;
-    std::map<int, std::vector<RecordedCall>> calls = {};  // of both
+    std::map<int, std::vector<RecordedCall>> calls = {};  // of both; of an awaited one, kept ones
+    std::set<int> awaited = {};
     Time until;
   };
 
@@ -216,7 +217,7 @@ class RunState {
         known == reports_.end() || known->second.connection != connection)
       return;
     reports_.erase(rank);
-    if (dispute_ && dispute_->calls.contains(rank) && dispute_->calls[rank].empty()) settle();
+    if (dispute_ && dispute_->awaited.erase(rank) > 0) settle(true);
   }
   [[nodiscard]] bool answer(const Asker& asker, FrameReader& in, Time now) {
     const auto group = comparisons_.find(std::string(in.text()));
@@ -252,9 +253,9 @@ class RunState {
     Report& known = reports_[from->second];
     known = {connection, in.value<std::vector<RankPosition>>(), now};
     for (const CallMarks& group : in.value<std::vector<CallMarks>>()) {
-      if (dispute_ && dispute_->group == group.group) {
-        if (auto calls = dispute_->calls.find(from->second); calls != dispute_->calls.end())
-          if (calls->second.empty()) calls->second = group.calls;
+      const bool tells = dispute_ && dispute_->group == group.group && !group.calls.empty();
+      if (tells && dispute_->awaited.erase(from->second) > 0) {
+        dispute_->calls[from->second] = group.calls;
         settle(true);
       }
       if (aborted_.contains(group.group)) continue;
@@ -265,7 +266,7 @@ class RunState {
       CallComparison& comparison = comparisons_.try_emplace(group.group, group.ranks).first->second;
       if (comparisons_.size() <= most_with_calls) comparison.keep(group.calls);
       for (const CallMark& mark : group.marks)
-        contest(group.group, comparison, comparison.report(from->second, mark), now);
+        contest(group, comparison, comparison.report(from->second, mark), from->second, now);
       if (group.marks.empty()) continue;
       if (const auto left = comparison.left_before(group.marks[0].sequence))
         out_.push({connection}, StorePush::event,
@@ -276,25 +277,25 @@ class RunState {
     }
     return in.whole();
   }
-  // Asks two ranks whose calls differ for their last calls. One that has left has left them here, if there was room.
-  void contest(const std::string& group, const CallComparison& comparison,
-               const std::optional<CallDifference>& found, Time now) {
+  // Asks two ranks whose calls differ for their last ones, unless they have left, or are `teller`, who tells them with `group`.
+  void contest(const CallMarks& group, const CallComparison& comparison,
+               const std::optional<CallDifference>& found, int teller, Time now) {
     if (!found || dispute_ || failure_) return;
-    dispute_ = {.group = group, .found = *found, .until = now + dispute_timeout};
+    dispute_ = {.group = group.group, .found = *found, .until = now + dispute_timeout};
     for (const auto& [rank, hash] :
          {std::pair(found->one, found->one_hash), std::pair(found->other, found->other_hash)}) {
+      const bool told = rank == teller && !group.calls.empty();
+      dispute_->calls[rank] = told ? group.calls : comparison.kept(found->sequence, hash);
       const auto there = reports_.find(rank);
-      const bool asks = there != reports_.end() && !comparison.left().contains(rank);
-      if (asks) out_.push({there->second.connection}, StorePush::calls, FrameWriter().text(group).payload());
-      dispute_->calls[rank] = asks ? std::vector<RecordedCall>() : comparison.kept(found->sequence, hash);
-      if (!asks && dispute_->calls[rank].empty()) return settle();
+      if (told || there == reports_.end() || comparison.left().contains(rank)) continue;
+      dispute_->awaited.insert(rank);
+      out_.push({there->second.connection}, StorePush::calls, FrameWriter().text(group.group).payload());
     }
     settle(true);
   }
   void settle(bool once_told = false) {
-    for (const auto& [rank, calls] : dispute_->calls)
-      if (once_told && calls.empty()) return;
-    auto [group, found, calls, until] = *std::exchange(dispute_, std::nullopt);
+    if (once_told && !dispute_->awaited.empty()) return;
+    auto [group, found, calls, awaited, until] = *std::exchange(dispute_, std::nullopt);
     publish({.kind = Event::failed, .failure = mismatch(found, group, calls[found.one], calls[found.other])});
   }
 
