@@ -41,6 +41,7 @@ TEST_CASE("curves begin, turn and end where they say") {
 TEST_CASE("a curve over steps or epochs is a Schedule") {
   const PerStep steps{LinearLR{.start_factor = 0, .total_iters = 4}};
   const PerEpoch epochs{LinearLR{.start_factor = 0, .total_iters = 4}};
+  static_assert(Schedule<const PerStep<LinearLR>> && Schedule<const PerEpoch<LinearLR>>);
   CHECK(steps.rate_factor(100, 1) == Approx(0.25));
   CHECK(epochs.rate_factor(1, 100) == Approx(0.25));
 }
