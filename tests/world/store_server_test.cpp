@@ -246,6 +246,15 @@ TEST_CASE("who asks gets the last reports with their ages, and the ranks are ask
   CHECK(pushed_to(asked, 2, 300ms) == Strings{"question"});
 }
 
+// Rank 1 has called all_reduce as collective `sequence`, and rank 2 another.
+static void check_first_difference(const lockstep::Failure& failure, std::uint64_t sequence) {
+  CHECK(failure.kind == lockstep::FailureKind::mismatch);
+  CHECK(failure.rank == 1);
+  CHECK(failure.cause == 2);
+  CHECK(failure.call.operation == "all_reduce");
+  CHECK(failure.call.sequence == sequence);
+}
+
 TEST_CASE(
     "ranks whose calls differ are asked for their last ones, and the first that differs fails the run") {
   const Served served;
@@ -268,12 +277,7 @@ TEST_CASE(
   CHECK(pushed_to(two, 1) == Strings{"calls"});
   send(one, "all_reduce", 7);
   send(two, "broadcast", 8);
-  const auto failure = failure_of_run(one, 1);
-  CHECK(failure.kind == lockstep::FailureKind::mismatch);
-  CHECK(failure.rank == 1);
-  CHECK(failure.cause == 2);
-  CHECK(failure.call.operation == "all_reduce");
-  CHECK(failure.call.sequence == 6);
+  check_first_difference(failure_of_run(one, 1), 6);
 }
 
 TEST_CASE("a rank that has left and ended leaves its last calls here, whichever rank's report comes first") {
@@ -299,12 +303,7 @@ TEST_CASE("a rank that has left and ended leaves its last calls here, whichever 
   CHECK(pushed_to(one, 1) == Strings{"calls"});
   one.connection.post(StoreOperation::report, std::vector<RankPosition>{},
                       std::vector<CallMarks>{{"g", 2, {}, calls("all_reduce", 7)}});
-  const auto failure = failure_of_run(one, 1);
-  CHECK(failure.kind == lockstep::FailureKind::mismatch);
-  CHECK(failure.rank == 1);
-  CHECK(failure.cause == 2);
-  CHECK(failure.call.operation == "all_reduce");
-  CHECK(failure.call.sequence == 1);
+  check_first_difference(failure_of_run(one, 1), 1);
 }
 
 TEST_CASE("a counter that is no number or would overflow is refused") {

@@ -100,7 +100,7 @@ struct CallDifference {
   std::uint64_t sequence = 0, one_hash = 0, other_hash = 0;
 };
 
-/// Compares what the ranks of one communicator report. It keeps at most 512 hashes, and the last calls of 4 ranks.
+/// Compares what the ranks of one communicator report. Keeps at most 512 hashes, and the last calls of 4 ranks.
 class CallComparison {
  public:
   explicit CallComparison(std::size_t ranks) : ranks_(ranks) {}
