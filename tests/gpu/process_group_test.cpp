@@ -158,8 +158,10 @@ TEST_CASE("a captured step reduces as DistributedDataParallel does", "[gpu][capt
   TinyNet net = seeded(), by_hand = seeded();
   auto optimizer = optimizer_of(net), plain = optimizer_of(by_hand);
   lockstep::Fp32 precision;
-  lockstep::CapturedStep step(comm.tensor_device(), net, comm, optimizer, precision, loss);
-  lockstep::DistributedDataParallel ddp(by_hand, comm);
+  // A bucket a parameter: backward launches all but the last from LibTorch's thread.
+  const lockstep::DdpOptions options{.bucket_cap_mb = lockstep_test::mib({1})};
+  lockstep::CapturedStep step(comm.tensor_device(), net, comm, optimizer, precision, loss, {.ddp = options});
+  lockstep::DistributedDataParallel ddp(by_hand, comm, options);
   for (int i = 0; i < 8; ++i) {
     auto generator =
         at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(10 * i + comm.rank() + 1));

@@ -235,7 +235,7 @@ class BackendGroup final : public Group {
 
   /// Holds an operation in flight: on the host a message until forget() or shutdown(), as Gloo would not send one
   /// whose work is destroyed; on a device any operation, which the thread watches until it is complete. A no-op while
-  /// this thread captures a graph, since a captured operation completes only when the graph is replayed.
+  /// a graph is captured: a captured operation completes only when the graph is replayed, and a query of it would end the capture.
   void hold(const Call& call, BackendWork work) {
     if (on_host() && !call.peer) return;
     if (on_host()) {
@@ -243,7 +243,7 @@ class BackendGroup final : public Group {
       return kept_.push_back(std::move(work));
     }
     const c10::impl::VirtualGuardImpl guard(options_.device.type());
-    if (CaptureScope::active() || is_capturing(guard, guard.getStream(options_.device))) return;
+    if (CaptureScope::active_anywhere() || is_capturing(guard, guard.getStream(options_.device))) return;
     {
       const std::lock_guard lock(watch_mutex_);
       in_flight_.emplace_back(call, std::move(work));
