@@ -113,10 +113,12 @@ TEST_CASE(
 
 TEST_CASE("calls that differ just before std::exit(0) end the run with exit code 1") {
   for (const int nproc : {2, 3}) {
-    auto launched = start({program, "exits differently", "--nproc", std::to_string(nproc)});
+    auto launched =
+        start({program, "exits differently", "--nproc", std::to_string(nproc), "--max-restarts", "3"});
     CHECK(launched.wait(30s));
     INFO(launched.out() << launched.error());
     CHECK(launched.exit_code() == 1);
+    CHECK(count(launched.error(), "restart") == 0);
     Together ranks({program, "exits differently"}, nproc);  // rank 0 hosts the store
     CHECK(ranks.wait(30s)[0] == 1);
     INFO(ranks[0].error());

@@ -159,6 +159,7 @@ TEST_CASE("bad launch arguments are refused on one line") {
            {{"--nproc", "100000"}, {}, "--nproc 100000 is more than 64 processes"},
            {{"--prefix", "loud"}, {}, "--prefix loud is unknown"},
            {{"--threads", "none"}, {}, "--threads none is not a number"},
+           {{"--max-restarts", "-1"}, {}, "--max-restarts -1 is not a number of restarts"},
            {{}, {{"LOCKSTEP_TIMEOUT", "soon"}}, "LOCKSTEP_TIMEOUT='soon'"},
            {{}, {{"LOCKSTEP_HEARTBEAT_TIMEOUT", "soon"}}, "LOCKSTEP_HEARTBEAT_TIMEOUT='soon'"},
            {{"--nproc", "3"},
@@ -174,6 +175,22 @@ TEST_CASE("bad launch arguments are refused on one line") {
             changed(first("0", "4"), "LOCAL_RANK", "0"),
             "--nproc 2 contradicts the launcher that has set LOCAL_RANK, which has started this process"}})
     refused(arguments, values, words);
+}
+
+TEST_CASE("a rank that may be started again has a launcher, and knows which start it is of") {
+  CHECK_FALSE(plan({"--nproc", "1", "--max-restarts", "3"}, {}).worker);
+  CHECK(plan({"--nproc", "1", "--max-restarts", "0"}, {}, {.max_restarts = 3}).worker);
+  const auto two = plan({"--nproc", "2"}, {}, {.max_restarts = 3});
+  CHECK(two.max_restarts == 3);
+  Values rank;
+  const auto jobs = jobs_of(two, "tcp://127.0.0.1:29500", "", 2);
+  for (const auto& change : jobs.at(1).environment)
+    rank[change.substr(0, change.find('='))] = change.substr(std::min(change.size(), change.find('=') + 1));
+  std::erase_if(rank, [](const auto& one) { return one.second.empty(); });
+  CHECK(read(rank).restart == 2);
+  CHECK(read(changed(rank, "LOCKSTEP_STORE_IS_HOSTED", "")).restart == 0);  // another launcher's
+  refuses<lockstep::UsageError>([] { plan({}, {}, {.max_restarts = -1}); },
+                                "LaunchOptions::max_restarts = -1");
 }
 
 TEST_CASE("under a launcher a process is one worker") {
@@ -239,8 +256,11 @@ TEST_CASE("on one host the world size is the number of processes") {
 }
 
 TEST_CASE("every flag of launch can be left to the program") {
-  const lockstep::LaunchOptions disabled{.nproc_flag = false, .prefix_flag = false, .timeout_flag = false};
-  const auto plain = plan({"--nproc", "x", "--prefix", "loud", "--timeout"}, {}, disabled);
+  const lockstep::LaunchOptions disabled{
+      .nproc_flag = false, .prefix_flag = false, .timeout_flag = false, .max_restarts_flag = false};
+  const auto plain =
+      plan({"--nproc", "x", "--prefix", "loud", "--max-restarts", "x", "--timeout"}, {}, disabled);
+  CHECK(plain.max_restarts == 0);
   CHECK(plain.prefix == lockstep::Prefix::automatic);
   CHECK_FALSE(plain.timeout);
 }

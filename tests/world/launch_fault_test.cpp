@@ -130,6 +130,82 @@ TEST_CASE("a rank that fails is shown once, first, and takes the others with it"
   }
 }
 
+TEST_CASE("after a failure launch starts all ranks again, as often as it is told") {
+  const std::string fails = "fails before restart";
+  for (const std::string nproc : {"3", "1"}) {
+    const auto result = run({program, fails, "2", "--nproc", nproc, "--max-restarts", "2"});
+    INFO(result.out << result.error);
+    CHECK(result.code == 0);
+    CHECK(count(result.out, " local ") == std::stoi(nproc));
+    CHECK(count(result.error, "died (SIGKILL, perhaps for lack of memory)\n") == 2);
+    for (const int restart : {1, 2})
+      CHECK(count(result.error,
+                  fmt::format("lockstep: restart {} of 2: starts all ranks again\n", restart)) == 1);
+    CHECK(result.left == 0);
+  }
+  const auto given_up = run({program, fails, "2", "--nproc", "2", "--max-restarts=1"});
+  INFO(given_up.error);
+  CHECK(given_up.code == 128 + SIGKILL);
+  CHECK(given_up.error.ends_with(
+      " died (SIGKILL, perhaps for lack of memory)\nlockstep: gives up after restart 1 of 1\n"));
+  CHECK(count(run({program, fails, "1", "--nproc", "2"}).error, "\n") == 1);
+}
+
+TEST_CASE("what another start cannot mend is not tried again") {
+  const auto result = run({program, "usage after meeting", "--nproc", "2", "--max-restarts", "3"});
+  INFO(result.error);
+  CHECK(result.code == 2);
+  CHECK(count(result.error, "\n") == 1);
+}
+
+TEST_CASE("launchers of two hosts start all ranks again together") {
+  struct Case {
+    std::string mode;
+    bool well = false;  // of the second host's ranks
+  };
+  for (const auto& [mode, well] :
+       std::vector<Case>{{"fails before restart"}, {"first host fails before restart", true}}) {
+    const int port = free_port();
+    Together launchers;
+    for (int rank : {0, 2}) {
+      auto variables = by_hand(rank, 4, port);
+      variables["MASTER_ADDR"] = host_name();
+      launchers.add({program, mode, "2", "--nproc", "2", "--max-restarts", "2"}, variables);
+    }
+    CHECK(launchers.wait(60s) == std::vector<int>{0, 0});
+    for (const auto& launcher : launchers.all) {
+      INFO(mode << '\n' << launcher->out() << launcher->error());
+      CHECK(count(launcher->out(), " of 4, local ") == 2);
+      CHECK(count(launcher->error(), "lockstep: restart ") == 2);
+    }
+    CHECK(count(launchers[1].error(), "error: ") == (well ? 0 : 2));
+    CHECK(processes_left(launchers.marker) == 0);
+  }
+}
+
+TEST_CASE("a host that is stopped is not waited for by restarts, nor one that starts no rank again",
+          "[.release]") {
+  for (const bool interrupted : {true, false}) {
+    const int port = free_port();
+    Together launchers;
+    for (int rank : {0, 2}) {
+      auto variables = by_hand(rank, 4, port);
+      variables["MASTER_ADDR"] = host_name();
+      const auto most = interrupted || rank == 2 ? "3" : "0";
+      const auto mode = interrupted ? "waits for failure" : "killed";
+      launchers.add({program, mode, "--nproc", "2", "--max-restarts", most}, variables);
+    }
+    for (auto& launcher : launchers.all) REQUIRE(launcher->wait_for_output(" of 4, local ", 20s));
+    if (interrupted) launchers[1].signal(SIGTERM);
+    const auto codes = launchers.wait(40s);
+    INFO(launchers[0].error() << launchers[1].error());
+    CHECK(codes == std::vector<int>{1, interrupted ? 128 + SIGTERM : 128 + SIGKILL});
+    CHECK(count(launchers[0].error() + launchers[1].error(), "restart ") == 0);
+    CHECK(count(launchers[1].error(), "the first host has not started its ranks again") ==
+          (interrupted ? 0 : 1));
+  }
+}
+
 TEST_CASE("Ctrl-C typed at a terminal ends launched ranks") {
   auto process = start({program, "waits", "--nproc", "2"}, {}, {.terminal = true});
   for (const char* rank : {"rank 0 of", "rank 1 of"}) REQUIRE(process.wait_for_output(rank));

@@ -71,6 +71,31 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a run whose rank is killed goes on from its checkpoint, and ends as one without that") {
+  const Checkpoint checkpoint;
+  auto variables = one_thread;
+  variables["KILLED_AFTER"] = "50";
+  const auto result = run({program, checkpoint.path, "--nproc", "2", "--max-restarts", "1"}, variables);
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, "resumed\n") == 1);
+  CHECK(count(result.out, "step 50\n") == 4);  // of both ranks, again after the restart
+  CHECK(count(result.out, "step 40\n") == 2);
+  CHECK(result.out.ends_with(finished()));
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("a signal to the launcher does not start the ranks again") {
+  const Checkpoint checkpoint;
+  auto running = start({program, checkpoint.path, "20", "--nproc", "2", "--max-restarts", "3"}, one_thread);
+  REQUIRE(running.wait_for_output("step 10\n"));
+  running.signal(SIGTERM);
+  REQUIRE(running.wait(20s));
+  INFO(running.out() << running.error());
+  CHECK(running.exit_code() == 75);
+  check_stopped(running.error(), SIGTERM);
+}
+
 TEST_CASE("a signal to one rank alone stops the others too") {
   const Checkpoint checkpoint;
   for (const char* every : {"1", "7"}) {

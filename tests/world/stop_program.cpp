@@ -1,8 +1,11 @@
 // A training that stops on a signal, saves, and goes on where it stopped when it is started again:
 //   stop_program CHECKPOINT [MILLISECONDS_PER_STEP [STEPS_BETWEEN_AGREEMENTS [SIGNAL ...]]]
+// With KILLED_AFTER=STEP it saves every 20 steps, and the last rank of the first start is killed after that step.
 #include <torch/torch.h>
 
 #include <chrono>
+#include <csignal>
+#include <cstdlib>
 #include <string>
 #include <thread>
 
@@ -13,6 +16,8 @@ int main(int argc, char** argv) {
     if (argc < 2) throw lockstep::UsageError("give the path of the checkpoint");
     const std::string path = argv[1];
     const int pause = argc > 2 ? std::stoi(argv[2]) : 0;
+    const auto number = [](const char* name) { return std::getenv(name) ? std::stoi(std::getenv(name)) : 0; };
+    const int killed_after = number("KILLED_AFTER"), restarts = number("TORCHELASTIC_RESTART_COUNT");
     torch::manual_seed(1);
     const auto inputs = torch::rand({240, 4});
     lockstep::TensorDataset data{inputs, inputs.sum(1, true)};
@@ -27,6 +32,10 @@ int main(int argc, char** argv) {
     lockstep::StopOnSignal stop{trainer.comm(), [&] { trainer.save_checkpoint(path); }, options};
     lockstep::OnStep count{[&](const lockstep::StepReport& report) {
       if (report.step % 10 == 0) world.log.all().info("step {}", report.step);
+      if (killed_after > 0 && report.step % 20 == 0) trainer.save_checkpoint(path);
+      if (killed_after > 0 && report.step == killed_after && restarts == 0 &&
+          world.rank() == world.size() - 1)
+        raise(SIGKILL);
       std::this_thread::sleep_for(std::chrono::milliseconds(pause));
     }};
     const auto report = trainer.fit(

@@ -8,13 +8,16 @@
 #include <atomic>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <random>
 #include <thread>
 
 #include "lockstep/world/detail/failure.hpp"
+#include "lockstep/world/detail/restart.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "support/catch.hpp"
+#include "support/refuses.hpp"
 
 namespace store_server_test {
 
@@ -94,7 +97,7 @@ bool hangs_up(const Descriptor& fd) {
 }
 
 std::string hello(const std::string& secret) {
-  return FrameWriter().raw(store_magic).raw(secret).take();
+  return FrameWriter().raw(store_magic).value(std::int64_t{0}).raw(secret).take();
 }
 
 }  // namespace
@@ -354,6 +357,29 @@ TEST_CASE("only who knows the secret is let in") {
   for (const char* wrong : {"", "open sesam", "open sesame!", "OPEN SESAME"})
     CHECK_THROWS_AS(Client({served.endpoint.host, served.endpoint.port, wrong}), lockstep::RendezvousError);
   Client(served.endpoint).set("a", "1");
+}
+
+TEST_CASE("a store lets in the ranks of its own start alone, and ends those of an earlier one") {
+  const auto at = [](const StoreServer& server, std::int64_t restart) {
+    StoreEndpoint endpoint{"127.0.0.1", server.port()};
+    endpoint.restart = restart;
+    return endpoint;
+  };
+  Listener listener = listen_on("127.0.0.1", 0);
+  std::optional<StoreServer> server(std::in_place, same_port(listener), "", 10s, 1s, 1);
+  Client rank(at(*server, 1));
+  rank.join(0, "nodeA pid 5");
+  refuses<lockstep::RendezvousError>([&] { Client(at(*server, 0)); },
+                                     "without this process, which is of restart 0");
+  CHECK_FALSE(rank.run().summary().failure);
+
+  std::jthread next([&, endpoint = at(*server, 2)] { Client(endpoint).set("key", "value"); });
+  while (!rank.run().summary().restarts) std::this_thread::sleep_for(10ms);
+  CHECK(rank.run().summary().failure->kind == lockstep::FailureKind::died);
+  server.reset();
+  server.emplace(std::move(listener), "", 10s, 1s, 2);
+  next.join();
+  CHECK(Client(at(*server, 2)).check({"key"}));
 }
 
 TEST_CASE("the last client that was refused is noted with its address and the reason") {

@@ -87,6 +87,15 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "usage after meeting") {
     meet(world);
     throw lockstep::UsageError("--epochs -1 is too small: it must be 0 or more");
+  } else if (mode == "fails before restart" ||
+             mode == "first host fails before restart") {  // of number `file`
+    meet(world);
+    const int restart = std::stoi(std::getenv("TORCHELASTIC_RESTART_COUNT"));
+    if (restart >= std::stoi(file)) return ready(), 0;
+    if (mode.starts_with("first") && world.rank() >= world.size() / 2) return 0;
+    if (mode.starts_with("first")) std::this_thread::sleep_for(500ms);  // the others have ended well
+    if (world.rank() == (mode.starts_with("first") ? 0 : world.size() - 1)) kill(getpid(), SIGKILL);
+    wait_for_failure(world);
   } else if (mode == "fails once") {
     const bool second = std::ifstream(file).good();
     // The others read the address that rank 0 of the first attempt has left in the agent's store.

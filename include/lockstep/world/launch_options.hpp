@@ -11,9 +11,9 @@ namespace lockstep {
 enum class Prefix { automatic, always, never };
 
 /// The defaults of `launch`, and which flags override them on the command line: `--nproc N` (or
-/// `--nproc-per-node N`), `--prefix auto|always|never` for `prefix`, `--timeout SECONDS`, and `--threads N` for
-/// WorldOptions::threads, by default its share. `launch` leaves a flag to the program if `nproc_flag`, `prefix_flag`,
-/// `timeout_flag` or `threads_flag` is false.
+/// `--nproc-per-node N`), `--prefix auto|always|never` for `prefix`, `--timeout SECONDS`, `--threads N` for
+/// WorldOptions::threads, by default its share, and `--max-restarts N`. `launch` leaves a flag to the program if
+/// `nproc_flag`, `prefix_flag`, `timeout_flag`, `threads_flag` or `max_restarts_flag` is false.
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 1 without GPUs.
@@ -26,6 +26,12 @@ struct LaunchOptions {
   Prefix prefix = Prefix::automatic;
   bool prefix_flag = true;
   bool timeout_flag = true, threads_flag = true;
+  /// How often all ranks are started again after one has failed; the same on every host. A program that loads its last
+  /// checkpoint then goes on from there. TORCHELASTIC_RESTART_COUNT is the number of restarts so far. Without effect under a
+  /// launcher that starts the ranks itself (torchrun, srun or mpirun for each rank). Not after a UsageError, a
+  /// MismatchError, Stopped or a signal to `launch`. Counterpart: torchrun's --max-restarts.
+  int max_restarts = 0;
+  bool max_restarts_flag = true;
   /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };
@@ -47,6 +53,8 @@ inline constexpr LaunchFlag launch_flags[] = {
     {"--prefix WHEN", &LaunchOptions::prefix_flag,
      "put the rank in front of output lines: auto, always or never"},
     {"--timeout SECONDS", &LaunchOptions::timeout_flag, "timeout of collectives (1800, or 600 on GPUs)"},
-    {"--threads N", &LaunchOptions::threads_flag, "threads of each rank (its share of the cores)"}};
+    {"--threads N", &LaunchOptions::threads_flag, "threads of each rank (its share of the cores)"},
+    {"--max-restarts N", &LaunchOptions::max_restarts_flag,
+     "how often all ranks are started again after a failure (0)"}};
 
 }  // namespace lockstep::detail

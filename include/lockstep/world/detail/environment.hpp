@@ -66,6 +66,8 @@ struct Environment {
   std::string rank_variables;
   /// The name of the variable that holds the local rank, for messages. Empty if there is none.
   std::string local_variable;
+  /// How often `launch` has started the ranks again (TORCHELASTIC_RESTART_COUNT).
+  int restart = 0;
 };
 
 /// The most ranks of a run.
@@ -385,6 +387,7 @@ inline Environment environment_by_hand(const Variables& variables, int here = 1)
   env.consecutive = variables("LOCAL_RANK") && (torchrun || starter);
   if (torchrun) env.launcher = "torchrun";
   if (starter) env.launcher = *starter == "1" ? "--nproc" : *starter + " with --nproc";
+  if (starter) env.restart = integer_variable(variables, "TORCHELASTIC_RESTART_COUNT", 0).value_or(0);
   if (env.size > 1) {
     // A process alone opens no port and looks up no name, whatever address is exported.
     if (env.size > here || (variables("MASTER_ADDR") && variables("MASTER_PORT")))

@@ -72,6 +72,11 @@ inline Failure ended_unnoticed(int rank, const std::string& process) {
                                process)};
 }
 
+/// Returns the failure of ranks whose launcher starts them again, unless one of them is known to have failed before.
+inline Failure restarted_elsewhere() {
+  return {.kind = FailureKind::died, .message = "has ended, and its host starts its ranks again"};
+}
+
 /// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
 inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
@@ -86,8 +91,8 @@ inline std::string cause_text(const Failure& failure) {
   if (failure.kind == FailureKind::left_early) return failure.message;
   std::string who = failure.rank < 0 ? "another rank" : formatted("rank {}", failure.rank);
   if (!failure.host.empty()) who += formatted(" (pid {} on {})", failure.pid, failure.host);
-  return formatted("{}{} {}", who,
-                   failure.kind == FailureKind::died ? "" : " failed first:", failure.message);
+  const bool ended = failure.kind == FailureKind::died || failure.kind == FailureKind::stopped;
+  return formatted("{}{} {}", who, ended ? "" : " failed first:", failure.message);
 }
 
 /// Returns the failure of `rank`, which left a group after its collective `last` while `waiter` waits in `call`.

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/place.hpp"
+#include "lockstep/world/detail/restart.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -68,7 +70,8 @@ inline void fill_standard_descriptors() {
       open("/dev/null", O_RDWR);  // gets the lowest free number, which is `number`
 }
 
-/// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
+/// Starts this host's ranks and hosts the store for all hosts; again after a failure, as often as `place` says. Returns the
+/// exit code.
 inline int launch_here(const Place& place, int argc, const char* const* argv, const LaunchOptions& options) {
   const Environment& env = place.environment;
   const bool alone = env.rendezvous.empty();
@@ -86,42 +89,56 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
   const auto rendezvous =
       local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : env.rendezvous;
 
-  SupervisorOptions supervised;
-  supervised.arguments.assign(argv, argv + argc);
-  supervised.jobs = jobs_of(place, rendezvous, secret);
-  supervised.prefix = place.prefix;
-  supervised.grace = options.grace;
-  std::shared_ptr<StoreConnection> store;
-  // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
-  supervised.started = [&] {
-    if (hosting) store = host_store(std::move(*listener), secret, request_timeout);
-  };
-  // A killed rank cannot report its failure to the other hosts.
-  supervised.failed = [&](Failure failure) {
-    if (alone || failure.kind == FailureKind::consequence) return;
-    failure.host = host_name();
-    at_most(publish_limit,
-            [failure, url, secret, size = env.size, store, process = process_name(failure.pid)] {
-              const Event failed{.kind = Event::failed, .failure = failure};
-              if (store) return static_cast<void>(RunClient(*store, greeting_timeout).publish(failed));
-              StoreConnection connection({url.host, url.port, secret}, greeting_timeout);
-              RunClient run(connection, greeting_timeout);
-              const RankIdentity rank{.process = process, .host = host_identity()};
-              const auto known = run.join(failure.rank, size, rank, false);
-              if (known.size == size && known.rank.is(rank))  // else it is the store of another run
-                run.publish(failed);
-            });
-  };
-  supervised.ended_well = [&](int rank) {  // one that has not joined never will
-    if (hosting)
-      at_most(request_timeout, [store, rank] {
-        RunClient(*store, request_timeout)
-            .publish({.kind = Event::ended, .rank = rank, .failure = {.code = 0}});
-      });
-  };
-  const int code = Supervisor(std::move(supervised)).run();
-  const int found = hosting ? outlive_ranks(*store, alone ? 0 : env.size, code == 0) : 0;
-  return code == 0 ? found : code;
+  for (int restart = 0;; ++restart) {
+    StoreEndpoint endpoint{url.host, url.port, secret};
+    endpoint.restart = restart;
+    SupervisorOptions supervised;
+    supervised.arguments.assign(argv, argv + argc);
+    supervised.jobs = jobs_of(place, rendezvous, secret, restart);
+    supervised.prefix = place.prefix;
+    supervised.grace = options.grace;
+    std::shared_ptr<StoreConnection> store;
+    // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
+    supervised.started = [&] {
+      if (hosting) store = host_store(same_port(*listener), secret, request_timeout, restart);
+    };
+    // A killed rank cannot report its failure to the other hosts.
+    supervised.failed = [&](Failure failure) {
+      if (alone || failure.kind == FailureKind::consequence) return;
+      failure.host = host_name();
+      at_most(publish_limit,
+              [failure, endpoint, size = env.size, store, process = process_name(failure.pid)] {
+                const Event failed{.kind = Event::failed, .failure = failure};
+                if (store) return static_cast<void>(RunClient(*store, greeting_timeout).publish(failed));
+                StoreConnection connection(endpoint, greeting_timeout);
+                RunClient run(connection, greeting_timeout);
+                const RankIdentity rank{.process = process, .host = host_identity()};
+                const auto known = run.join(failure.rank, size, rank, false);
+                if (known.size == size && known.rank.is(rank))  // else it is the store of another run
+                  run.publish(failed);
+              });
+    };
+    supervised.ended_well = [&](int rank) {  // one that has not joined never will
+      if (hosting)
+        at_most(request_timeout, [store, rank] {
+          RunClient(*store, request_timeout)
+              .publish({.kind = Event::ended, .rank = rank, .failure = {.code = 0}});
+        });
+    };
+    Supervisor supervisor(std::move(supervised));
+    const int code = supervisor.run();
+    const bool well = code == 0, again = !alone && well && restart < place.max_restarts;
+    if (!hosting && again) store = store_at(endpoint);
+    const RunSummary run = store ? outlive_ranks(*store, alone ? 0 : env.size, well, again) : RunSummary();
+    if (well && !run.restarts) return code_of(run.failure);
+    const auto failure = well ? run.failure : supervisor.failure();
+    if (!failure || !is_worth_a_restart(*failure)) return code;
+    if (hosting && !alone)
+      std::this_thread::sleep_for(reading_grace);  // a host whose ranks have ended well reads it
+    if (!starts_again(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint),
+                      options.grace + regroup_limit))
+      return code;
+  }
 }
 
 LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
@@ -152,6 +169,9 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
       const auto* kept = new World(world);  // never destroyed: any thread may end the process
       announce_end(state_of(*kept));
     }
+    if (place.max_restarts > 0 && report_descriptor() < 0)
+      world.log.warning("max_restarts = {} has no effect: {} starts the ranks", place.max_restarts,
+                        place.environment.launcher.empty() ? "another program" : place.environment.launcher);
     auto arguments = program_arguments(argc, argv, options);
     const pid_t owner = getpid();
     bool stopped = false;

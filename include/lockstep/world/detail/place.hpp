@@ -61,6 +61,7 @@ struct Place {
   Prefix prefix = Prefix::automatic;
   std::optional<int> timeout = {};  ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
   std::optional<int> threads = {};  ///< of each rank
+  int max_restarts = 0;
 };
 
 /// Returns what this process is, from the command line and the environment. A process that srun, mpirun or
@@ -78,17 +79,21 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
       throw UsageError(formatted("--prefix {} is unknown: it must be auto, always or never", word));
     place.prefix = word == "auto" ? Prefix::automatic : word == "always" ? Prefix::always : Prefix::never;
   }
-  const auto count = [&](std::string_view flag, std::string_view unit) -> std::optional<int> {
+  const auto count = [&](std::string_view flag, std::string_view unit, int least = 1) -> std::optional<int> {
     const auto given = line.values.find(flag);
     if (given == line.values.end()) return std::nullopt;
     const auto value = whole_number(given->second);
-    if (!value || *value < 1)
-      throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, 1 or more", flag,
-                                 given->second, unit));
+    if (!value || *value < least)
+      throw UsageError(formatted("{} {} is not a number of {}: it must be a whole number, {} or more", flag,
+                                 given->second, unit, least));
     return value;
   };
   place.timeout = count("--timeout", "seconds");
   place.threads = count("--threads", "threads");
+  place.max_restarts = count("--max-restarts", "restarts", 0).value_or(options.max_restarts);
+  if (place.max_restarts < 0)
+    throw UsageError(
+        formatted("LaunchOptions::max_restarts = {} is negative: give 0 or more", place.max_restarts));
   for (const char* name : {"LOCKSTEP_TIMEOUT", "LOCKSTEP_HEARTBEAT_TIMEOUT"})
     integer_variable(variables, name, 1);
   require_level(variables);
@@ -163,15 +168,15 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
                   *size, given));
   require_sane();
   place.nproc = env.size = *nproc;
-  place.worker = place.nproc == 1;
+  place.worker = place.nproc == 1 && place.max_restarts == 0;
   if (place.worker) env = environment_by_hand(variables);
   return place;
 }
 
 /// Returns what the environment of each rank that a launching process starts adds to its own. `secret` is its
-/// store's secret.
+/// store's secret, and `restart` how often they have been started again.
 inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvous,
-                                const std::string& secret = {}) {
+                                const std::string& secret = {}, int restart = 0) {
   const auto url = parse_rendezvous(rendezvous);
   const auto& launcher = place.environment.launcher;
   std::vector<std::string> common{formatted("WORLD_SIZE={}", place.environment.size),
@@ -179,6 +184,7 @@ inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvou
                                   formatted("MASTER_ADDR={}", url.host),
                                   formatted("MASTER_PORT={}", url.port),
                                   "LOCKSTEP_STORE_IS_HOSTED=" + (launcher.empty() ? "1" : launcher),
+                                  formatted("TORCHELASTIC_RESTART_COUNT={}", restart),
                                   "TORCHELASTIC_USE_AGENT_STORE",
                                   "TORCHELASTIC_ERROR_FILE"};
   if (!secret.empty()) common.push_back(formatted("LOCKSTEP_STORE_SECRET={}", secret));

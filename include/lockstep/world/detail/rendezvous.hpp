@@ -28,6 +28,7 @@
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
+#include "lockstep/world/detail/restart.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_server.hpp"
@@ -56,9 +57,10 @@ inline std::string random_secret() {
 
 /// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
 inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
-                                                   std::chrono::milliseconds timeout) {
-  const StoreEndpoint own{listener.address, listener.port, secret};
-  auto server = std::make_shared<StoreServer>(std::move(listener), secret);
+                                                   std::chrono::milliseconds timeout, int restart = 0) {
+  StoreEndpoint own{listener.address, listener.port, secret};
+  own.restart = restart;
+  auto server = std::make_shared<StoreServer>(std::move(listener), secret, hello_timeout, end_grace, restart);
   auto connection = std::make_shared<StoreConnection>(own, timeout);
   connection->keep(std::move(server));
   return connection;
@@ -180,29 +182,36 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
 }
 
 /// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
-/// host has failed. Other ranks may still read a failure. Returns the exit code of a run that has ended `well`: not 0, after
-/// an error line, if the ranks' calls differ.
-inline int outlive_ranks(StoreConnection& connection, int size, bool well) {
+/// host has failed. Other ranks may still read a failure. Returns what has become of a run that has ended `well`. If other
+/// hosts may start their ranks `again`, blocks after a failure until one does, for `regroup_limit` at most.
+inline RunSummary outlive_ranks(StoreConnection& connection, int size, bool well, bool again = false) {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
-  for (;; std::this_thread::sleep_for(first_retry_pause)) {
-    RunSummary run;
+  auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
+  RunSummary run;
+  for (bool mends = false;; std::this_thread::sleep_for(first_retry_pause)) {
     try {
       run = RunClient(connection, last_request_timeout).summary();
     } catch (const StoreLost&) {  // nobody reads it any more
-      return 0;
+      run.restarts = mends;
+      return run;
     } catch (const StoreError&) {  // slow: its host is short of cores
       if (Clock::now() < deadline) continue;
     }
-    const bool over =
-        (run.ended >= static_cast<std::size_t>(size) && !run.dispute) || Clock::now() >= deadline;
-    if (!over && !(well && run.failure)) continue;
+    if (again && run.failure && is_worth_a_restart(*run.failure) && !std::exchange(mends, true))
+      deadline = std::min(deadline, Clock::now() + regroup_limit);
+    const bool ended = run.ended >= static_cast<std::size_t>(size) && !run.dispute && !mends;
+    const bool over = ended || run.restarts || Clock::now() >= deadline;
+    if (!over && (mends || !(well && run.failure))) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
-    if (!well || !run.failure || run.failure->kind != FailureKind::mismatch) return 0;
-    static std::atomic_flag told;  // the process's exit may ask once more
-    if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", run.failure->message.c_str());
-    return run.failure->code;
+    return well ? run : RunSummary();
   }
+}
+/// Returns the exit code of a run whose ranks have ended with 0: not 0, after an error line, if their calls differ.
+inline int code_of(const std::optional<Failure>& failure) {
+  if (!failure || failure->kind != FailureKind::mismatch) return 0;
+  static std::atomic_flag told;  // the process's exit may ask once more
+  if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", failure->message.c_str());
+  return failure->code;
 }
 
 /// Returns a text on demand; an empty one where nothing is to be said yet.

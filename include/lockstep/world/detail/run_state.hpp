@@ -112,6 +112,11 @@ class RunState {
 
   /// Keeps why a process that wanted to connect was refused, for who waits for it.
   void note_stranger(std::string reason) { stranger_ = std::move(reason); }
+  /// A host starts its ranks again: those that it had have ended, whether or not anybody has said so.
+  void note_restart() {
+    restarts_ = true;
+    publish({.failure = restarted_elsewhere()});
+  }
 
  private:
   /// The last report of a subscribed rank.
@@ -144,6 +149,7 @@ class RunState {
                    .ended = members_.ended(),
                    .quiet = quiet.count(),
                    .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
+                   .restarts = restarts_,
                    .meeting = meeting ? members_.meeting(*meeting) : Meeting{}}));
   }
 
@@ -309,6 +315,7 @@ class RunState {
   std::set<std::string> aborted_;   // groups
   std::vector<std::string> log_;    // failures and aborts, for who subscribes later
   std::string stranger_;
+  bool restarts_ = false;
   std::map<std::uint64_t, int> subscribers_;                     // the ranks of connections
   std::map<int, Report> reports_;                                // of the subscribed ranks
   std::unordered_map<std::string, CallComparison> comparisons_;  // by group

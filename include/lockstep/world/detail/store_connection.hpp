@@ -43,6 +43,7 @@ struct StoreEndpoint {
   std::string origin = {};
   std::string remedy =
       "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
+  std::int64_t restart = 0;  // how often the ranks have been started again
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
   [[nodiscard]] std::string text() const {
@@ -238,7 +239,7 @@ class StoreConnection {
   // Exchanges the hello. Returns an empty string if the server accepts this client, the reason if it closes
   // the connection or does not answer. Throws RendezvousError on a wrong secret or version.
   std::string greet(const StoreEndpoint& endpoint, Clock::time_point until, const Waiting& waiting) {
-    socket_.out = FrameWriter().raw(store_magic).raw(endpoint.secret).take();
+    socket_.out = FrameWriter().raw(store_magic).value(endpoint.restart).raw(endpoint.secret).take();
     socket_.send();
     for (bool ended = false;;) {
       // Without the length of its frame, which no other server begins with.
@@ -256,7 +257,13 @@ class StoreConnection {
             formatted("the store at {} is of another version of lockstep: build all ranks with one", name_));
       if (const auto answer = text.size() > store_magic.size() ? socket_.next() : std::nullopt) {
         if (answer->size() != store_magic.size() + 1) return "it does not answer as a store of lockstep";
-        if (static_cast<StoreStatus>(answer->back()) == StoreStatus::done) return {};
+        const auto status = static_cast<StoreStatus>(answer->back());
+        if (status == StoreStatus::done) return {};
+        if (status == StoreStatus::early) return "the ranks there have not all ended since the failure";
+        if (status == StoreStatus::late)
+          throw RendezvousError(
+              formatted("the run at {} has been started again without this process, which is of restart {}",
+                        name_, endpoint.restart));
         throw RendezvousError(formatted(
             "the store at {} belongs to another run (its secret differs): give every run a port of its own, "
             "and all ranks of a run the same LOCKSTEP_STORE_SECRET or none",

@@ -40,14 +40,14 @@ inline std::string printable(std::string_view text) {
 
 /// The wire format of lockstep's key-value store.
 ///
-/// A connection begins with a hello (`store_magic`, then the secret of the run). The server answers with its
-/// `store_magic` and a StoreStatus byte, which is `refused` for another secret. Then the client sends
+/// A connection begins with a hello (`store_magic`, the number of restarts in 8 bytes, then the secret of the run). The server
+/// answers with its `store_magic` and a StoreStatus byte, which is `refused` for another secret. Then the client sends
 /// requests. The server sends one reply to each, in any order, but none to a request without a result or one
 /// that the client has cancelled. A client that has subscribed is also sent pushes. Each message is a frame:
 /// its length in 4 bytes, then its payload. A request is an id of 8 bytes, a StoreOperation byte and
 /// arguments. A reply is the id, a StoreStatus byte and a result. A push is `push_id`, a StorePush byte and a
 /// content. Integers are little-endian. A string is its length in 4 bytes and its bytes.
-inline constexpr std::string_view store_magic = "lockstep store 9\n";
+inline constexpr std::string_view store_magic = "lockstep store 10\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -57,7 +57,8 @@ inline constexpr std::size_t max_frame_bytes = std::size_t{64} << 20;
 /// The limit for all keys and values together.
 inline constexpr std::size_t max_store_bytes = std::size_t{1} << 30;
 
-enum class StoreStatus : std::uint8_t { done, refused };
+/// `early` and `late`: of a client of a later or an earlier restart than the server.
+enum class StoreStatus : std::uint8_t { done, refused, early, late };
 
 enum class StoreOperation : std::uint8_t {
   set,          ///< keys and values -> nothing

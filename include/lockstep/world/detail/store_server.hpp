@@ -45,12 +45,13 @@ class StoreServer {
   static constexpr std::size_t max_strangers = 256;
   static constexpr std::size_t max_pushed_bytes = 16 << 20;
 
-  /// Serves on a socket that already listens. Accepts only clients that know `secret`. Throws Error if the
-  /// system grants no descriptor or thread.
+  /// Serves on a socket that already listens. Accepts only clients that know `secret`, and are of this `restart`. Throws
+  /// Error if the system grants no descriptor or thread.
   StoreServer(Listener listener, std::string secret, Milliseconds hello_timeout = detail::hello_timeout,
-              Milliseconds end_grace = detail::end_grace)
+              Milliseconds end_grace = detail::end_grace, std::int64_t restart = 0)
       : listener_(std::move(listener)),
         secret_(std::move(secret)),
+        restart_(restart),
         hello_timeout_(hello_timeout),
         run_(end_grace, listener_.doubt),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
@@ -210,7 +211,7 @@ class StoreServer {
            connection.socket.out.empty()) {
       const bool greeted = connection.state == Connection::greeted;
       const auto length = connection.socket.next_length();
-      if (length && *length > (greeted ? max_frame_bytes : store_magic.size() + max_secret_bytes))
+      if (length && *length > (greeted ? max_frame_bytes : store_magic.size() + 8 + max_secret_bytes))
         return drop(connection);
       const auto payload = connection.socket.next();
       if (!payload) return;
@@ -221,11 +222,18 @@ class StoreServer {
   void handle_hello(Connection& connection, std::string_view payload) {
     if (!payload.starts_with(store_magic_of_any_version)) return drop(connection);
     const bool version = payload.starts_with(store_magic);
-    const bool welcome = version && same_secret(payload.substr(store_magic.size()));
-    connection.state = welcome ? Connection::greeted : Connection::refused;
-    if (welcome) {
+    FrameReader hello(payload.substr(version ? store_magic.size() : payload.size()));
+    const auto restart = hello.value<std::int64_t>();
+    auto status = StoreStatus::refused;
+    if (version && same_secret(hello.rest()))
+      status = restart == restart_  ? StoreStatus::done
+               : restart > restart_ ? StoreStatus::early
+                                    : StoreStatus::late;
+    connection.state = status == StoreStatus::done ? Connection::greeted : Connection::refused;
+    if (status == StoreStatus::early) run_.note_restart();
+    if (status == StoreStatus::done) {
       strangers_.erase(connection.number);
-    } else {
+    } else if (status == StoreStatus::refused) {
       SocketAddress peer;
       getpeername(connection.socket.fd.get(), peer.get(), &peer.length);
       run_.note_stranger(formatted("a process at {} was refused because its {}", peer.text(),
@@ -233,8 +241,7 @@ class StoreServer {
                                        ? "LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
                                        : "version of lockstep differs: build all ranks with one"));
     }
-    send(connection,
-         FrameWriter().raw(store_magic).value(welcome ? StoreStatus::done : StoreStatus::refused).take());
+    send(connection, FrameWriter().raw(store_magic).value(status).take());
   }
 
   // Compares in constant time, so that the time does not reveal a partial match.
@@ -391,6 +398,7 @@ class StoreServer {
 
   Listener listener_;
   const std::string secret_;
+  const std::int64_t restart_;
   const Milliseconds hello_timeout_;
   RunState run_;
   Descriptor epoll_, wake_, reserve_;

@@ -164,6 +164,9 @@ class Supervisor {
         relay_(options_.jobs.at(0).rank, options_.jobs.size(), options_.prefix, isatty(1) == 1,
                isatty(2) == 1, [this](int sink, std::string_view bytes) { output_.put(sink, bytes); }) {}
 
+  /// Returns the first failure after run(), nothing if it was a signal to this process that ended the ranks.
+  [[nodiscard]] std::optional<Failure> failure() const { return interrupted_ == 0 ? failure_ : std::nullopt; }
+
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
     LauncherScope scope;
@@ -333,6 +336,7 @@ class Supervisor {
     if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
     if (choosing && (signal == 0 || signal == interrupted_)) {
       if (asked && signal != 0 && !failure_) {
+        failure.kind = FailureKind::stopped;
         failure.message = "ended by " + signal_name(signal);
         tell(failure);
       }

@@ -66,6 +66,8 @@ inline constexpr std::chrono::seconds launcher_look{1};
 inline constexpr Milliseconds cause_settles{50}, consequence_settles{2'000};
 inline constexpr Milliseconds running_look{100}, ending_look{20}, idle_line{200};
 inline constexpr Milliseconds orphan_limit{500}, orphan_pause{1}, interrupt_limit{30'000};
+// Until the launchers of all hosts start their ranks again, beside LaunchOptions::grace.
+inline constexpr Milliseconds regroup_limit{20'000};
 // The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
 inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};

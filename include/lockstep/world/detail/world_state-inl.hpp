@@ -44,6 +44,7 @@ inline Rendezvous join_rendezvous(const Environment& env, std::chrono::milliseco
   if (env.rendezvous.empty()) return {c10::make_intrusive<c10d::HashStore>()};  // one process needs none
   const auto url = parse_rendezvous(env.rendezvous);
   StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
+  endpoint.restart = env.restart;
   std::shared_ptr<StoreConnection> connection;
   bool doubted = false;
   if (env.store_outlives_attempts) {
@@ -255,7 +256,7 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
     }
   }
   if (code != 0 || !hosts_store()) return code;
-  return outlive_ranks(*connection(), first ? known.size : 0, true);
+  return code_of(outlive_ranks(*connection(), first ? known.size : 0, true).failure);
 }
 
 }  // namespace lockstep::detail
