@@ -90,7 +90,9 @@ struct UsageError : detail::ErrorOfKind<Error, FailureKind::usage> {
 
 /// The rendezvous failed: no store, a wrong address, or ranks that contradict each other.
 struct RendezvousError : Error {
-  using Error::Error;
+  explicit RendezvousError(const std::string& what, int rank = detail::process_rank.load())
+      : Error(Failure{.rank = rank, .call = {.operation = "rendezvous"}, .message = what}) {}
+  explicit RendezvousError(Failure failure) : Error(std::move(failure)) {}
 };
 
 /// A collective failed or was called where it must not be.

@@ -180,6 +180,9 @@ TEST_CASE("bad launch arguments are refused on one line") {
 TEST_CASE("a rank that may be started again has a launcher, and knows which start it is of") {
   CHECK_FALSE(plan({"--nproc", "1", "--max-restarts", "3"}, {}).worker);
   CHECK(plan({"--nproc", "1", "--max-restarts", "0"}, {}, {.max_restarts = 3}).worker);
+  const auto last = with_master({{"RANK", "3"}, {"WORLD_SIZE", "4"}});
+  CHECK_FALSE(plan({"--nproc", "1", "--max-restarts", "3"}, last).worker);
+  CHECK(plan({"--max-restarts", "3"}, last).worker);
   const auto two = plan({"--nproc", "2"}, {}, {.max_restarts = 3});
   CHECK(two.max_restarts == 3);
   Values rank;

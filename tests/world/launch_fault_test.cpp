@@ -158,13 +158,23 @@ TEST_CASE("what another start cannot mend is not tried again") {
   CHECK(count(result.error, "\n") == 1);
 }
 
+TEST_CASE("a run that was asked to end is not started again, however its ranks end") {
+  auto launched = start({program, "crashes when it must end", "--nproc", "2", "--max-restarts", "3"});
+  REQUIRE(launched.wait_for_output("rank 1 of 2"));
+  launched.signal(SIGTERM);
+  REQUIRE(launched.wait(20s));
+  INFO(launched.error());
+  CHECK(launched.exit_code() == 128 + SIGABRT);
+  CHECK(count(launched.error(), "restart") == 0);
+}
+
 TEST_CASE("launchers of two hosts start all ranks again together") {
   struct Case {
     std::string mode;
     bool well = false;  // of the second host's ranks
   };
-  for (const auto& [mode, well] :
-       std::vector<Case>{{"fails before restart"}, {"first host fails before restart", true}}) {
+  for (const auto& [mode, well] : std::vector<Case>{
+           {"fails before restart"}, {"throws before restart"}, {"first host fails before restart", true}}) {
     const int port = free_port();
     Together launchers;
     for (int rank : {0, 2}) {

@@ -87,13 +87,24 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "usage after meeting") {
     meet(world);
     throw lockstep::UsageError("--epochs -1 is too small: it must be 0 or more");
+  } else if (mode == "throws before restart") {  // of number `file`
+    const bool first = std::stoi(std::getenv("TORCHELASTIC_RESTART_COUNT")) < std::stoi(file);
+    if (first && world.rank() == world.size() - 1) throw lockstep::DataError("the file is not there yet");
+    ready();
+  } else if (mode == "crashes when it must end") {
+    std::signal(SIGTERM, [](int) { std::abort(); });
+    ready();
+    std::this_thread::sleep_for(60s);
   } else if (mode == "fails before restart" ||
              mode == "first host fails before restart") {  // of number `file`
     meet(world);
     const int restart = std::stoi(std::getenv("TORCHELASTIC_RESTART_COUNT"));
     if (restart >= std::stoi(file)) return ready(), 0;
     if (mode.starts_with("first") && world.rank() >= world.size() / 2) return 0;
-    if (mode.starts_with("first")) std::this_thread::sleep_for(500ms);  // the others have ended well
+    while (mode.starts_with("first") && world.rank() == 0 &&  // until the others have ended well
+           lockstep::detail::RunClient(*lockstep::detail::state_of(world).connection(), 10s).summary().ended <
+               static_cast<std::size_t>(world.size() / 2))
+      std::this_thread::sleep_for(10ms);
     if (world.rank() == (mode.starts_with("first") ? 0 : world.size() - 1)) kill(getpid(), SIGKILL);
     wait_for_failure(world);
   } else if (mode == "fails once") {

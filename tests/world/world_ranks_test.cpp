@@ -88,9 +88,12 @@ TEST_CASE("the help of launch lists its flags, and none that is left to the prog
   const auto help = lockstep::launch_help({.nproc = 4});
   for (const char* flag : {"--nproc N", "(4)", "--prefix WHEN", "--timeout SECONDS"})
     CHECK_THAT(help, ContainsSubstring(flag));
-  CHECK(std::count(help.begin(), help.end(), '\n') == 4);
-  CHECK(lockstep::launch_help(
-            {.nproc_flag = false, .prefix_flag = false, .timeout_flag = false, .threads_flag = false})
+  CHECK(std::count(help.begin(), help.end(), '\n') == 5);
+  CHECK(lockstep::launch_help({.nproc_flag = false,
+                               .prefix_flag = false,
+                               .timeout_flag = false,
+                               .threads_flag = false,
+                               .max_restarts_flag = false})
             .empty());
 }
 

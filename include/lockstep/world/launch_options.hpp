@@ -28,8 +28,8 @@ struct LaunchOptions {
   bool timeout_flag = true, threads_flag = true;
   /// How often all ranks are started again after one has failed; the same on every host. A program that loads its last
   /// checkpoint then goes on from there. TORCHELASTIC_RESTART_COUNT is the number of restarts so far. Without effect under a
-  /// launcher that starts the ranks itself (torchrun, srun or mpirun for each rank). Not after a UsageError, a
-  /// MismatchError, Stopped or a signal to `launch`. Counterpart: torchrun's --max-restarts.
+  /// launcher that starts the ranks itself (torchrun, srun or mpirun for each rank). Not after a UsageError,
+  /// calls that differ, a RendezvousError, Stopped or a signal to `launch`. Counterpart: torchrun's --max-restarts.
   int max_restarts = 0;
   bool max_restarts_flag = true;
   /// How long the other ranks may take to end after one has failed, before they are killed.

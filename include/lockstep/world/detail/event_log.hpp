@@ -109,13 +109,13 @@ struct RunSummary {
   std::size_t ended = 0;             // how many ranks have ended
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
-  bool restarts = false;             // a host starts its ranks again
+  bool host_failed = false;          // a launcher has told a failure, so its host has no rank left
   Meeting meeting = {};              // that was asked for; one that all have come to if it is not kept
 };
 template <>
 inline constexpr auto fields_of<RunSummary> =
-    std::tuple{&RunSummary::failure, &RunSummary::dispute,  &RunSummary::ended,  &RunSummary::quiet,
-               &RunSummary::hints,   &RunSummary::restarts, &RunSummary::meeting};
+    std::tuple{&RunSummary::failure, &RunSummary::dispute,     &RunSummary::ended,  &RunSummary::quiet,
+               &RunSummary::hints,   &RunSummary::host_failed, &RunSummary::meeting};
 
 /// The reason of a rank whose stack an exception unwinds, past a communicator.
 inline const std::string by_exception = "an exception, which its own output names, has ended it";

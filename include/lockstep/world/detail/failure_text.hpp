@@ -72,11 +72,6 @@ inline Failure ended_unnoticed(int rank, const std::string& process) {
                                process)};
 }
 
-/// Returns the failure of ranks whose launcher starts them again, unless one of them is known to have failed before.
-inline Failure restarted_elsewhere() {
-  return {.kind = FailureKind::died, .message = "has ended, and its host starts its ranks again"};
-}
-
 /// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
 inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";

@@ -89,7 +89,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
   const auto rendezvous =
       local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : env.rendezvous;
 
-  for (int restart = 0;; ++restart) {
+  for (int restart = 0;;) {
     StoreEndpoint endpoint{url.host, url.port, secret};
     endpoint.restart = restart;
     SupervisorOptions supervised;
@@ -127,17 +127,21 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     };
     Supervisor supervisor(std::move(supervised));
     const int code = supervisor.run();
-    const bool well = code == 0, again = !alone && well && restart < place.max_restarts;
-    if (!hosting && again) store = store_at(endpoint);
-    const RunSummary run = store ? outlive_ranks(*store, alone ? 0 : env.size, well, again) : RunSummary();
-    if (well && !run.restarts) return code_of(run.failure);
+    const bool well = code == 0, more = restart < place.max_restarts;
+    const auto limit = options.grace + regroup_limit;
+    if (!hosting && !alone && well && more) store = store_at(endpoint);
+    const auto run = store ? outlive_ranks(*store, alone ? 0 : env.size, well,
+                                           !alone && more ? std::optional(limit) : std::nullopt)
+                           : RunSummary();
+    if (well && !run.host_failed) return code_of(run.failure);
     const auto failure = well ? run.failure : supervisor.failure();
     if (!failure || !is_worth_a_restart(*failure)) return code;
-    if (hosting && !alone)
-      std::this_thread::sleep_for(reading_grace);  // a host whose ranks have ended well reads it
-    if (!starts_again(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint),
-                      options.grace + regroup_limit))
-      return code;
+    // Hosts whose ranks have ended well read that it goes on.
+    if (hosting && !alone && more) std::this_thread::sleep_for(reading_grace);
+    const auto next =
+        next_start(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint), limit);
+    if (!next) return well ? failure->code : code;
+    restart = *next;
   }
 }
 
@@ -170,8 +174,8 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
       announce_end(state_of(*kept));
     }
     if (place.max_restarts > 0 && report_descriptor() < 0)
-      world.log.warning("max_restarts = {} has no effect: {} starts the ranks", place.max_restarts,
-                        place.environment.launcher.empty() ? "another program" : place.environment.launcher);
+      world.log.warning("--max-restarts has no effect: each rank was started by {}",
+                        place.environment.launcher.empty() ? "hand" : place.environment.launcher);
     auto arguments = program_arguments(argc, argv, options);
     const pid_t owner = getpid();
     bool stopped = false;

@@ -119,7 +119,8 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   if (launched || by_hand) {
     env = launched ? *launched : environment_by_hand(variables, first_of_host ? nproc.value_or(1) : 1);
     const bool alone_here = launched && env.launched && env.local_size == 1;
-    if (nproc.value_or(1) > 1 && (first_of_host || alone_here)) {
+    const bool launches = nproc.value_or(1) > 1 || (nproc && place.max_restarts > 0);
+    if (launches && (first_of_host || alone_here)) {
       require_sane();
       if (alone_here) {
         if (std::int64_t{env.size} * *nproc > most_ranks)

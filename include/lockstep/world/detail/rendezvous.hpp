@@ -183,24 +183,26 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
 
 /// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
 /// host has failed. Other ranks may still read a failure. Returns what has become of a run that has ended `well`. If other
-/// hosts may start their ranks `again`, blocks after a failure until one does, for `regroup_limit` at most.
-inline RunSummary outlive_ranks(StoreConnection& connection, int size, bool well, bool again = false) {
+/// hosts may start their ranks again, blocks after a failure until one must, for `again` at most.
+inline RunSummary outlive_ranks(StoreConnection& connection, int size, bool well,
+                                std::optional<std::chrono::milliseconds> again = std::nullopt) {
   using Clock = std::chrono::steady_clock;
   auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
   RunSummary run;
   for (bool mends = false;; std::this_thread::sleep_for(first_retry_pause)) {
     try {
       run = RunClient(connection, last_request_timeout).summary();
-    } catch (const StoreLost&) {  // nobody reads it any more
-      run.restarts = mends;
+    } catch (const StoreLost&) {  // nobody reads it any more, or the first host starts its ranks again
+      run.host_failed = mends;
       return run;
     } catch (const StoreError&) {  // slow: its host is short of cores
       if (Clock::now() < deadline) continue;
     }
     if (again && run.failure && is_worth_a_restart(*run.failure) && !std::exchange(mends, true))
-      deadline = std::min(deadline, Clock::now() + regroup_limit);
+      deadline = std::min(deadline, Clock::now() + *again);
+    run.host_failed = run.host_failed && mends;
     const bool ended = run.ended >= static_cast<std::size_t>(size) && !run.dispute && !mends;
-    const bool over = ended || run.restarts || Clock::now() >= deadline;
+    const bool over = ended || run.host_failed || Clock::now() >= deadline;
     if (!over && (mends || !(well && run.failure))) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
     return well ? run : RunSummary();

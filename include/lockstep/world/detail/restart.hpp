@@ -25,34 +25,37 @@ inline Listener same_port(const Listener& listener) {
           listener.host_is_elsewhere, listener.doubt};
 }
 
-/// Returns whether another start can mend what a launcher reports.
+/// Returns whether another start can mend what a launcher reports. So all hosts decide alike: a refusal at the rendezvous is
+/// each rank's own error.
 inline bool is_worth_a_restart(const Failure& failure) {
   const auto kind = failure.kind == FailureKind::consequence ? failure.cause_kind : failure.kind;
-  const bool refused =
-      failure.call.operation == rendezvous && (kind == FailureKind::error || kind == FailureKind::timed_out);
+  const bool refused = failure.kind != FailureKind::consequence && failure.kind != FailureKind::died &&
+                       failure.call.operation == rendezvous && failure.call.label.empty();
   return kind != FailureKind::usage && kind != FailureKind::mismatch && kind != FailureKind::stopped &&
          !refused;
 }
 
-/// Decides about the restart number `next` of `most`, and says so. Blocks until the store at `first_host`, if another host
-/// has it, serves that start, for `limit` at most.
-inline bool starts_again(int next, int most, const std::optional<StoreEndpoint>& first_host,
-                         std::chrono::milliseconds limit) {
-  if (next > most) {
-    if (most > 0) write_lines(stderr, formatted("lockstep: gives up after restart {} of {}\n", most, most));
-    return false;
-  }
-  if (first_host) try {
-      StoreEndpoint store = *first_host;
-      store.restart = next;
-      const StoreConnection reached(store, limit);
+/// Returns the number of the next start, at least `next`, and says so; none after `most`. Blocks until the store at
+/// `first_host`, if another host has it, serves that start; for `limit` at most where nothing answers.
+inline std::optional<int> next_start(int next, int most, std::optional<StoreEndpoint> first_host,
+                                     std::chrono::milliseconds limit) {
+  for (bool reached = !first_host; !reached && next <= most;) try {
+      first_host->restart = next;
+      first_host->remedy = "Start the run again on all hosts";
+      const StoreConnection connection(*first_host, limit);
+      reached = true;
+    } catch (const LateStart&) {
+      ++next;
     } catch (const RendezvousError& error) {
       write_lines(stderr, formatted("error: the first host has not started its ranks again: {}\n",
                                     printable(error.what())));
-      return false;
+      return std::nullopt;
     }
-  write_lines(stderr, formatted("lockstep: restart {} of {}: starts all ranks again\n", next, most));
-  return true;
+  if (next <= most)
+    write_lines(stderr, formatted("lockstep: restart {} of {}: starts all ranks again\n", next, most));
+  else if (most > 0)
+    write_lines(stderr, formatted("lockstep: gives up after restart {} of {}\n", most, most));
+  return next <= most ? std::optional(next) : std::nullopt;
 }
 
 }  // namespace lockstep::detail

@@ -112,11 +112,6 @@ class RunState {
 
   /// Keeps why a process that wanted to connect was refused, for who waits for it.
   void note_stranger(std::string reason) { stranger_ = std::move(reason); }
-  /// A host starts its ranks again: those that it had have ended, whether or not anybody has said so.
-  void note_restart() {
-    restarts_ = true;
-    publish({.failure = restarted_elsewhere()});
-  }
 
  private:
   /// The last report of a subscribed rank.
@@ -149,7 +144,7 @@ class RunState {
                    .ended = members_.ended(),
                    .quiet = quiet.count(),
                    .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
-                   .restarts = restarts_,
+                   .host_failed = host_failed_,
                    .meeting = meeting ? members_.meeting(*meeting) : Meeting{}}));
   }
 
@@ -168,6 +163,7 @@ class RunState {
             push_to_all({.kind = Event::departed, .rank = event.rank, .group = group, .position = position});
         return true;
       case Event::failed:
+        host_failed_ = host_failed_ || !event.failure.host.empty();
         if (failure_) return false;
         failure_ = event.failure;
         members_.end_rendezvous(event);
@@ -315,7 +311,7 @@ class RunState {
   std::set<std::string> aborted_;   // groups
   std::vector<std::string> log_;    // failures and aborts, for who subscribes later
   std::string stranger_;
-  bool restarts_ = false;
+  bool host_failed_ = false;
   std::map<std::uint64_t, int> subscribers_;                     // the ranks of connections
   std::map<int, Report> reports_;                                // of the subscribed ranks
   std::unordered_map<std::string, CallComparison> comparisons_;  // by group

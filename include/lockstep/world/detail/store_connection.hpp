@@ -51,14 +51,28 @@ struct StoreEndpoint {
   }
 };
 
+/// The store is of an earlier, or of a later start of the ranks than this client.
+struct EarlyStart : RendezvousError {
+  using RendezvousError::RendezvousError;
+};
+struct LateStart : RendezvousError {
+  using RendezvousError::RendezvousError;
+};
+
 /// Connects until `greet(socket, until)` returns an empty string instead of a reason, with pauses that grow to half a second.
-/// Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the remedy after `timeout`.
+/// Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the remedy after `timeout`, which
+/// begins anew while the store of an earlier start answers.
 template <class Waiting, class Greet>
 void connect_to(const StoreEndpoint& endpoint, Milliseconds timeout, Waiting&& waiting, Greet&& greet) {
-  const auto until = std::chrono::steady_clock::now() + timeout;
+  auto until = std::chrono::steady_clock::now() + timeout;
   for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
     auto [fd, reason] = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
-    if (fd.open()) reason = greet(std::move(fd), until);
+    if (fd.open()) try {
+        reason = greet(std::move(fd), until);
+      } catch (const EarlyStart& early) {
+        reason = early.what();
+        until = std::chrono::steady_clock::now() + timeout;
+      }
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
       throw RendezvousError(formatted("no store at {} after {} s: {}. {}", endpoint.text(),
@@ -259,11 +273,13 @@ class StoreConnection {
         if (answer->size() != store_magic.size() + 1) return "it does not answer as a store of lockstep";
         const auto status = static_cast<StoreStatus>(answer->back());
         if (status == StoreStatus::done) return {};
-        if (status == StoreStatus::early) return "the ranks there have not all ended since the failure";
-        if (status == StoreStatus::late)
-          throw RendezvousError(
-              formatted("the run at {} has been started again without this process, which is of restart {}",
-                        name_, endpoint.restart));
+        if (status == StoreStatus::early)
+          throw EarlyStart("the ranks there have not all ended since the failure");
+        if (status == StoreStatus::late)  // a failure that another start mends
+          throw LateStart(Failure{.rank = process_rank.load(),
+                                  .message = formatted("the run at {} has been started again without this "
+                                                       "process, which is of restart {}",
+                                                       name_, endpoint.restart)});
         throw RendezvousError(formatted(
             "the store at {} belongs to another run (its secret differs): give every run a port of its own, "
             "and all ranks of a run the same LOCKSTEP_STORE_SECRET or none",

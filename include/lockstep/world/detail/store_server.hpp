@@ -230,7 +230,6 @@ class StoreServer {
                : restart > restart_ ? StoreStatus::early
                                     : StoreStatus::late;
     connection.state = status == StoreStatus::done ? Connection::greeted : Connection::refused;
-    if (status == StoreStatus::early) run_.note_restart();
     if (status == StoreStatus::done) {
       strangers_.erase(connection.number);
     } else if (status == StoreStatus::refused) {

@@ -164,8 +164,10 @@ class Supervisor {
         relay_(options_.jobs.at(0).rank, options_.jobs.size(), options_.prefix, isatty(1) == 1,
                isatty(2) == 1, [this](int sink, std::string_view bytes) { output_.put(sink, bytes); }) {}
 
-  /// Returns the first failure after run(), nothing if it was a signal to this process that ended the ranks.
-  [[nodiscard]] std::optional<Failure> failure() const { return interrupted_ == 0 ? failure_ : std::nullopt; }
+  /// Returns the first failure after run(), nothing if a signal to this process has asked the ranks to end.
+  [[nodiscard]] std::optional<Failure> failure() const {
+    return expected_ || ending() ? std::nullopt : failure_;
+  }
 
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
@@ -189,6 +191,7 @@ class Supervisor {
     relay_.tick(Clock::now() + std::chrono::hours(1));
     drain(scope);
     reap_left();
+    read_signals(scope);
     return exit_code();
   }
 
@@ -419,6 +422,7 @@ class Supervisor {
            (departed && child.rank == first->cause)))  // it left before it ended
         gone.push_back(child.rank);
     failure_ = judged(*first, gone);
+    expected_ = ending() || Clock::now() < noted_until_ || failure_->code == stopped_exit_code;
     for (auto& child : children_)  // the rank's own last output comes before the error
       for (const Source source : {out, error})
         if (child.pid == failure_->pid) receive(child, source, true);
@@ -454,6 +458,7 @@ class Supervisor {
   std::vector<Failure> failures_;    // until the first of them is decided
   Clock::time_point failing_since_;  // when the first of `failures_` was seen
   std::optional<Failure> failure_;   // the first
+  bool expected_ = false;            // it came after a signal that asks the ranks to end
   int interrupted_ = 0;              // the signal that asks the ranks to end
   int interruptions_ = 0;            // how many such signals have arrived
   bool hung_up_ = false;             // a SIGHUP was among them
