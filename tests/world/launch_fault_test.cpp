@@ -173,8 +173,11 @@ TEST_CASE("launchers of two hosts start all ranks again together") {
     std::string mode;
     bool well = false;  // of the second host's ranks
   };
-  for (const auto& [mode, well] : std::vector<Case>{
-           {"fails before restart"}, {"throws before restart"}, {"first host fails before restart", true}}) {
+  for (const auto& [mode, well] : std::vector<Case>{{"fails before restart"},
+                                                    {"throws before restart"},
+                                                    {"first host fails before restart", true},
+                                                    {"first returns before restart", true},
+                                                    {"last returns before restart"}}) {
     const int port = free_port();
     Together launchers;
     for (int rank : {0, 2}) {

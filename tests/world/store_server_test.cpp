@@ -373,8 +373,16 @@ TEST_CASE("a store lets in the ranks of its own start alone, and ends those of a
                                      "without this process, which is of restart 0");
   CHECK_FALSE(rank.run().summary().failure);
 
-  std::jthread next([&, endpoint = at(*server, 2)] { Client(endpoint).set("key", "value"); });
-  std::this_thread::sleep_for(50ms);
+  std::atomic<bool> waits = false;
+  std::jthread next([&, endpoint = at(*server, 2)] {
+    StoreConnection connection(endpoint, 20s, [&](const std::string&) {
+      waits = true;
+      waits.notify_all();
+    });
+    connection.request(StoreOperation::set, StoreConnection::Clock::now() + 20s, nullptr, Strings{"key"},
+                       Strings{"value"});
+  });
+  waits.wait(false);
   CHECK_FALSE(rank.run().summary().failure);
   server.reset();
   server.emplace(std::move(listener), "", 10s, 1s, 2);

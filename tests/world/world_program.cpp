@@ -87,6 +87,12 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "usage after meeting") {
     meet(world);
     throw lockstep::UsageError("--epochs -1 is too small: it must be 0 or more");
+  } else if (mode == "first returns before restart" ||
+             mode == "last returns before restart") {  // of number `file`
+    meet(world);
+    if (std::stoi(std::getenv("TORCHELASTIC_RESTART_COUNT")) < std::stoi(file))
+      return world.rank() == (mode.starts_with("first") ? 0 : world.size() - 1) ? 3 : 0;
+    ready();
   } else if (mode == "throws before restart") {  // of number `file`
     const bool first = std::stoi(std::getenv("TORCHELASTIC_RESTART_COUNT")) < std::stoi(file);
     if (first && world.rank() == world.size() - 1) throw lockstep::DataError("the file is not there yet");

@@ -107,6 +107,7 @@ struct RunSummary {
   std::optional<Failure> failure{};  // the first
   std::optional<Failure> dispute{};  // calls differ, and it is not yet known which
   std::size_t ended = 0;             // how many ranks have ended
+  bool bad_end = false;              // one of them with the code of a failure
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
   bool host_failed = false;          // a launcher has told a failure, so its host has no rank left
@@ -114,8 +115,8 @@ struct RunSummary {
 };
 template <>
 inline constexpr auto fields_of<RunSummary> =
-    std::tuple{&RunSummary::failure, &RunSummary::dispute,     &RunSummary::ended,  &RunSummary::quiet,
-               &RunSummary::hints,   &RunSummary::host_failed, &RunSummary::meeting};
+    std::tuple{&RunSummary::failure, &RunSummary::dispute, &RunSummary::ended,       &RunSummary::bad_end,
+               &RunSummary::quiet,   &RunSummary::hints,   &RunSummary::host_failed, &RunSummary::meeting};
 
 /// The reason of a rank whose stack an exception unwinds, past a communicator.
 inline const std::string by_exception = "an exception, which its own output names, has ended it";

@@ -127,14 +127,20 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     };
     Supervisor supervisor(std::move(supervised));
     const int code = supervisor.run();
-    const bool well = code == 0, more = restart < place.max_restarts;
+    const bool well = code == 0, more = restart < place.max_restarts && !supervisor.interrupted();
     const auto limit = options.grace + regroup_limit;
-    if (!hosting && !alone && well && more) store = store_at(endpoint);
+    std::optional<Failure> failure = supervisor.failure();
+    if (!hosting && !alone && well && more) try {
+        store = std::make_shared<StoreConnection>(endpoint, last_request_timeout);
+      } catch (const LateStart& late) {  // the others have been started again meanwhile
+        failure = late.failure();
+      } catch (const RendezvousError&) {  // all has ended
+      }
     const auto run = store ? outlive_ranks(*store, alone ? 0 : env.size, well,
                                            !alone && more ? std::optional(limit) : std::nullopt)
                            : RunSummary();
-    if (well && !run.host_failed) return code_of(run.failure);
-    const auto failure = well ? run.failure : supervisor.failure();
+    if (well && !run.host_failed && !failure) return code_of(run.failure);
+    if (well && run.host_failed) failure = run.failure;
     if (!failure || !is_worth_a_restart(*failure)) return code;
     // Hosts whose ranks have ended well read that it goes on.
     if (hosting && !alone && more) std::this_thread::sleep_for(reading_grace);

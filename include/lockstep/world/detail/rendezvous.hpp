@@ -198,10 +198,12 @@ inline RunSummary outlive_ranks(StoreConnection& connection, int size, bool well
     } catch (const StoreError&) {  // slow: its host is short of cores
       if (Clock::now() < deadline) continue;
     }
-    if (again && run.failure && is_worth_a_restart(*run.failure) && !std::exchange(mends, true))
-      deadline = std::min(deadline, Clock::now() + *again);
+    const bool failing = run.failure ? is_worth_a_restart(*run.failure) : run.bad_end;
+    if (again && failing && !std::exchange(mends, true)) deadline = std::min(deadline, Clock::now() + *again);
     run.host_failed = run.host_failed && mends;
-    const bool ended = run.ended >= static_cast<std::size_t>(size) && !run.dispute && !mends;
+    // On another host the end of the store's host tells that all is well there, too.
+    const bool ended =
+        connection.hosts_store() && run.ended >= static_cast<std::size_t>(size) && !run.dispute && !mends;
     const bool over = ended || run.host_failed || Clock::now() >= deadline;
     if (!over && (mends || !(well && run.failure))) continue;
     if (!over) std::this_thread::sleep_for(reading_grace);
@@ -232,7 +234,8 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
     try {
       return RunClient(connection, std::min(timeout, outcome_timeout)).summary("");
     } catch (const StoreError& error) {
-      throw RendezvousError(formatted("the rendezvous failed: {}", printable(error.what())));
+      throw RendezvousError(Failure{
+          .rank = env.rank, .message = formatted("the rendezvous failed: {}", printable(error.what()))});
     }
   };
   const auto missing = [&](const RunSummary& late, const std::string& text) {
@@ -250,8 +253,10 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
                       std::clamp(deadline, begin + std::chrono::milliseconds(1), begin + outcome_interval))
                 .meet({}, {}, true);
     } catch (const StoreLost& error) {
-      throw RendezvousError(
-          formatted("the rendezvous has ended without all ranks: {}", printable(error.what())));
+      throw RendezvousError(  // of no call: another start may mend it
+          Failure{.rank = env.rank,
+                  .message =
+                      formatted("the rendezvous has ended without all ranks: {}", printable(error.what()))});
     } catch (const StoreError&) {  // not all have come within the timeout
       if (Clock::now() < deadline) {
         const bool work = report_descriptor() >= 0 && env.local_rank == 0 && Clock::now() < tells &&

@@ -31,8 +31,8 @@ inline bool is_worth_a_restart(const Failure& failure) {
   const auto kind = failure.kind == FailureKind::consequence ? failure.cause_kind : failure.kind;
   const bool refused = failure.kind != FailureKind::consequence && failure.kind != FailureKind::died &&
                        failure.call.operation == rendezvous && failure.call.label.empty();
-  return kind != FailureKind::usage && kind != FailureKind::mismatch && kind != FailureKind::stopped &&
-         !refused;
+  return kind != FailureKind::usage && kind != FailureKind::mismatch && kind != FailureKind::left_early &&
+         kind != FailureKind::stopped && !refused;
 }
 
 /// Returns the number of the next start, at least `next`, and says so; none after `most`. Blocks until the store at

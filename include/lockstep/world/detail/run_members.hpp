@@ -162,6 +162,7 @@ class RunMembers {
   /// A rank has ended with `code`, -1 if that is unknown.
   void end(int rank, int code) {
     Member& member = members_[rank];
+    bad_end_ = bad_end_ || (code > 0 && code != stopped_exit_code);
     if (!member.exit_code) {
       ++ended_;
       member.order = order_++;
@@ -192,6 +193,8 @@ class RunMembers {
   }
   /// Returns how many ranks have ended.
   [[nodiscard]] std::size_t ended() const { return ended_; }
+  /// Returns whether one has ended with the code of a failure.
+  [[nodiscard]] bool has_bad_end() const { return bad_end_; }
 
  private:
   static constexpr std::size_t most_named = 5;
@@ -281,10 +284,11 @@ class RunMembers {
   }
 
   Outbox& out_;
-  int size_ = 0, sized_by_ = -1;                  // the number of ranks, and the rank that has said it first
-  std::map<int, Member> members_;                 // by rank
-  std::size_t ended_ = 0, order_ = 0;             // how many ranks have ended, and have done so in all
-  std::unordered_map<std::uint64_t, int> bound_;  // the ranks of connections
+  int size_ = 0, sized_by_ = -1;       // the number of ranks, and the rank that has said it first
+  std::map<int, Member> members_;      // by rank
+  std::size_t ended_ = 0, order_ = 0;  // how many ranks have ended, and have done so in all
+  bool bad_end_ = false;
+  std::unordered_map<std::uint64_t, int> bound_;         // the ranks of connections
   std::unordered_map<std::string, Gathering> meetings_;  // by name
   Gathering& all_ = meetings_[""];                       // of all ranks
   std::vector<Asker> visitors_;                          // wait in it without a rank

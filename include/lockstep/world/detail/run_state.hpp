@@ -142,6 +142,7 @@ class RunState {
                    .dispute = dispute_ ? std::optional(mismatch(dispute_->found, dispute_->group, {}, {}))
                                        : std::nullopt,
                    .ended = members_.ended(),
+                   .bad_end = members_.has_bad_end(),
                    .quiet = quiet.count(),
                    .hints = doubt_ + (doubt_.empty() || stranger_.empty() ? "" : "; ") + stranger_,
                    .host_failed = host_failed_,

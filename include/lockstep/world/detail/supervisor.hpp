@@ -166,8 +166,10 @@ class Supervisor {
 
   /// Returns the first failure after run(), nothing if a signal to this process has asked the ranks to end.
   [[nodiscard]] std::optional<Failure> failure() const {
-    return expected_ || ending() ? std::nullopt : failure_;
+    return expected_ || interrupted() ? std::nullopt : failure_;
   }
+  /// Returns whether a signal to this process has asked the ranks to end, or may have.
+  [[nodiscard]] bool interrupted() const { return ending() || Clock::now() < noted_until_; }
 
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
@@ -422,7 +424,7 @@ class Supervisor {
            (departed && child.rank == first->cause)))  // it left before it ended
         gone.push_back(child.rank);
     failure_ = judged(*first, gone);
-    expected_ = ending() || Clock::now() < noted_until_ || failure_->code == stopped_exit_code;
+    expected_ = interrupted() || failure_->code == stopped_exit_code;
     for (auto& child : children_)  // the rank's own last output comes before the error
       for (const Source source : {out, error})
         if (child.pid == failure_->pid) receive(child, source, true);
@@ -430,7 +432,9 @@ class Supervisor {
     output_.write_ready();
     order_end(SIGTERM);
     limit_ = Clock::now() + options_.grace;
-    tell(*failure_);
+    Failure told = *failure_;
+    if (expected_) told.kind = FailureKind::stopped;
+    tell(told);
   }
 
   void enforce() {
