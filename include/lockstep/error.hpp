@@ -13,6 +13,8 @@ namespace lockstep::detail {
 // The global rank of this process, -1 until a World exists. Code without a World, such as samplers and
 // readers, also throws errors that carry this rank.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> process_rank{-1};
+/// The operation of a FailedCall that is a rendezvous, of all ranks or of the communicator in its label.
+inline constexpr const char* rendezvous = "rendezvous";
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -91,7 +93,7 @@ struct UsageError : detail::ErrorOfKind<Error, FailureKind::usage> {
 /// The rendezvous failed: no store, a wrong address, or ranks that contradict each other.
 struct RendezvousError : Error {
   explicit RendezvousError(const std::string& what, int rank = detail::process_rank.load())
-      : Error(Failure{.rank = rank, .call = {.operation = "rendezvous"}, .message = what}) {}
+      : Error(Failure{.rank = rank, .call = {.operation = detail::rendezvous}, .message = what}) {}
   explicit RendezvousError(Failure failure) : Error(std::move(failure)) {}
 };
 

@@ -21,9 +21,6 @@
 /// Every text about a failure, made from its values where it is printed or thrown. No code reads them again.
 namespace lockstep::detail {
 
-/// The operation of a FailedCall that is a rendezvous, of all ranks or of the communicator in its label.
-inline constexpr const char* rendezvous = "rendezvous";
-
 /// Returns "all_reduce #57 (bucket 2) of Trainer::fit", "recv from rank 2 (tag 5)", "the rendezvous", "the
 /// rendezvous of the communicator 'x'" or "the constructor of Trainer (communicator 'x')".
 inline std::string text_of(const FailedCall& call) {
