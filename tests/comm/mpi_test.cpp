@@ -52,6 +52,15 @@ TEST_CASE("the program may have initialized MPI, also with MPI_THREAD_SERIALIZED
     CHECK(count(result.out, "the MPI communicator is rank 2 of 3, and the world is rank 0 of 3: ") == 1);
 }
 
+TEST_CASE("a rank leaves without waiting for the others, and MPI_Finalize completes what it has in flight") {
+  const std::string mode = GENERATE("leaves", "leaves_serialized");
+  const int ranks = GENERATE(2, 3);
+  const auto result = run_ranks(ranks, mode);
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, mode + ": well\n") == ranks);
+}
+
 TEST_CASE("an MPI that cannot be used is refused in one sentence") {
   const auto [mode, text] = GENERATE(table<std::string, std::string>(
       {{"funneled", "error: MPI provides MPI_THREAD_FUNNELED, and MpiComm needs MPI_THREAD_SERIALIZED or "},

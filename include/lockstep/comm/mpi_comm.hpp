@@ -188,9 +188,10 @@ inline World mpi_world(MPI_Comm comm = MPI_COMM_NULL, const WorldOptions& option
 /// lockstep moves collectives on, so that they overlap with computation. With MPI_THREAD_SERIALIZED launches and waits do,
 /// and the program must not call MPI on another thread meanwhile. Less is refused.
 ///
-/// The destructor waits for operations in flight: MPI cannot cancel a collective, and MPI_Finalize may come at once. If the
-/// program has initialized MPI, it also finalizes it, after the last communicator has gone. Otherwise the first
-/// mpi_world or MpiComm calls MPI_Init_thread, and a process that exits with code 0 calls MPI_Finalize.
+/// What the destructor leaves in flight is completed by the thread or by later calls, and at the latest in MPI_Finalize: MPI
+/// cannot cancel a collective. If the program has initialized MPI, it also finalizes it, after the last communicator has
+/// gone. Otherwise the first mpi_world or MpiComm calls MPI_Init_thread, and a process that exits with code 0 calls
+/// MPI_Finalize.
 ///
 /// The order of sums, and so their bits, are those of the MPI library, as are min and max of NaN. MPI cannot cancel a
 /// collective: after a failure, a timeout or abort() every call throws, and what is in flight is left with its tensors.

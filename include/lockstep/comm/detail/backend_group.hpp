@@ -302,20 +302,31 @@ class BackendGroup final : public Group {
     CallWatch(*this, call).await_departures();
   }
   /// Leaves the group without waiting for another rank: works in flight are completed on a thread that may be left behind,
-  /// and that the end of `launch` awaits. Of a backend that must not be left so, blocks until they are complete, at most the
-  /// timeout. Logs once that the ranks have made different calls, if nobody else says so.
+  /// or where the backend allows none by what the program calls later. The end of `launch` awaits them. Logs once that the
+  /// ranks have made different calls, if nobody else says so.
   void leave() noexcept try {
     if (closed() || failed()) return;
-    const auto* own = dynamic_cast<HostBackend*>(backend_.get());
-    const bool ends_alone = !own || own->ends_alone();
-    depart();
-    auto finishing = finish_works();
     const auto over = [plane = plane(), name = name(), until = Clock::now() + timeout() + backend_slack] {
       return (plane && plane->ended(name)) || Clock::now() >= until;
     };
-    while (!ends_alone && !finishing->ends_within(look_interval) && !over()) {
+    auto* own = dynamic_cast<HostBackend*>(backend_.get());
+    const bool needs_caller = own && !own->leave(over);
+    depart();
+    if (needs_caller) {
+      const std::lock_guard lock(mutex_);
+      state_of(world()).leave_behind(
+          [backend = std::move(backend_), own, kept = std::exchange(kept_, {})](Milliseconds limit) {
+            const auto until = Clock::now() + limit;
+            return own->drain(until) &&
+                   std::all_of(kept.begin(), kept.end(), [&](const BackendWork& message) {
+                     return static_cast<HostWork&>(*message).wait_until(until);
+                   });
+          },
+          over);
+    } else if (const std::shared_ptr finishing = finish_works(); !finishing->ends_within(last_wait)) {
+      state_of(world()).leave_behind(
+          [finishing](Milliseconds limit) { return finishing->ends_within(limit); }, over);
     }
-    if (!finishing->ends_within(last_wait)) state_of(world()).leave_behind(std::move(finishing), over);
     if (!plane() || ending_rank.load()) return;
     static std::atomic_flag told;
     if (const auto failure = plane()->different_ends(status(), false); failure && !told.test_and_set())

@@ -92,9 +92,6 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   using c10d::Backend::Backend;
-  /// Returns whether operations may be completed by another thread than the program's.
-  [[nodiscard]] virtual bool ends_alone() const { return true; }
-
   WorkPtr barrier(const c10d::BarrierOptions&) override { return run(Kind::barrier, {}, {}); }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return run(Kind::broadcast, one(tensors), tensors[0], options.rootRank);
@@ -128,8 +125,11 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
     return run(Kind::receive, {}, one(tensors), peer, {}, tag);
   }
-  /// Completes the operations that were launched, whether or not somebody has their Works, at most until `until`.
-  virtual void drain(std::chrono::steady_clock::time_point until) = 0;
+  /// Completes the collectives that were launched, whether or not somebody has their Works. Returns false at `until`.
+  virtual bool drain(std::chrono::steady_clock::time_point until) = 0;
+  /// The group launches nothing more, and what it has launched cannot complete once `over` returns true. Returns whether
+  /// another thread than the program's may wait for it.
+  virtual bool leave(std::function<bool()> over) = 0;
 
  protected:
   using Kind = HostOperation::Kind;

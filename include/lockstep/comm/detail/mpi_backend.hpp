@@ -98,7 +98,9 @@ struct MpiCommunicator {
   MPI_Comm comm;
   std::atomic<int> collectives{0};  ///< in flight
   std::atomic<bool> aborted{false};
-  bool left = false;  ///< an operation was left on it; guarded by the engine's mutex
+  // Guarded by the engine's mutex:
+  bool left = false;           ///< an operation was left on it
+  std::function<bool()> over;  ///< see HostBackend::leave; null while the communicator is used
 };
 
 /// An operation of MpiBackend.
@@ -200,15 +202,21 @@ class MpiEngine {
     operation.at_end(std::move(function));
   }
 
-  /// Ends what is in flight on a communicator that is not used any more, and if it `aborts` also what is launched later.
-  /// MPI cannot cancel operations: they are left, with their tensors.
-  void end_all(MpiCommunicator& communicator, bool aborts) {
-    if (aborts) communicator.aborted = true;
+  /// Ends what is in flight on a communicator, and what is launched later. MPI cannot cancel operations: they are left, with
+  /// their tensors.
+  void abort(MpiCommunicator& communicator) {
+    communicator.aborted = true;
     const std::lock_guard lock(mutex_);
-    has_aborted_ = has_aborted_ || aborts;
+    has_aborted_ = true;
     end_pending(&communicator, aborted_error());
   }
-  void abort(const MpiOperation& operation) { end_all(*operation.communicator, true); }
+  void abort(const MpiOperation& operation) { abort(*operation.communicator); }
+  /// See HostBackend::leave. MPI_Finalize completes what is in flight then.
+  bool leave(MpiCommunicator& communicator, std::function<bool()> over) {
+    const std::lock_guard lock(mutex_);
+    communicator.over = std::move(over);
+    return has_thread();
+  }
 
   /// Returns how MPI reduces a dtype, std::nullopt for an operation or a dtype that it does not. See reduction_of.
   [[nodiscard]] std::optional<Arithmetic> arithmetic(at::ScalarType type,
@@ -311,7 +319,16 @@ class MpiEngine {
   }
   // MPI_Finalize has been called.
   void end_use() {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    const auto completes = [](const Operation& operation) {
+      const auto& over = operation->communicator->over;
+      return over && !over();
+    };
+    for (step(); std::any_of(pending_.begin(), pending_.end(), completes); step()) {
+      lock.unlock();
+      std::this_thread::sleep_for(mpi_pause);
+      lock.lock();
+    }
     finalized_ = true;
     end_pending(nullptr, error_of(finalized_text));
     for (Ops* ops : {&half_ops_, &bfloat16_ops_})
@@ -410,14 +427,13 @@ class MpiBackend final : public HostBackend {
         engine_(MpiEngine::get()),
         communicator_(std::move(communicator)),
         piece_bytes_(piece_bytes) {}
-  ~MpiBackend() override { engine_.end_all(*communicator_, false); }
 
   const std::string getBackendName() const override { return "mpi"; }
-  [[nodiscard]] bool ends_alone() const override { return false; }  // MPI_Finalize may come at once
-  void abort() override { engine_.end_all(*communicator_, true); }
-  void drain(std::chrono::steady_clock::time_point until) override {
-    engine_.wait(until, [this] { return communicator_->collectives.load() == 0; });
+  void abort() override { engine_.abort(*communicator_); }
+  bool drain(std::chrono::steady_clock::time_point until) override {
+    return engine_.wait(until, [this] { return communicator_->collectives.load() == 0; });
   }
+  bool leave(std::function<bool()> over) override { return engine_.leave(*communicator_, std::move(over)); }
 
  private:
   struct Piece {

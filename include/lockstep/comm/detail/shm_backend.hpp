@@ -53,7 +53,8 @@ class ShmBackend final : public HostBackend {
 
   const std::string getBackendName() const override { return "shm"; }
   void abort() override { engine_->abort(); }
-  void drain(std::chrono::steady_clock::time_point until) override { engine_->drain(until); }
+  bool drain(std::chrono::steady_clock::time_point until) override { return engine_->drain(until); }
+  bool leave(std::function<bool()>) override { return true; }
 
  private:
   WorkPtr launch(const Call& call) override {

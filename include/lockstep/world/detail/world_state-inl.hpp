@@ -210,17 +210,17 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
   if (getpid() != owner) return code;
   if (code == 0) {
     std::unique_lock lock(left_mutex_);
-    const auto left_behind = std::exchange(left_behind_, {});
+    const auto left = std::exchange(left_, {});
     lock.unlock();
     using Clock = std::chrono::steady_clock;
     const auto until = returns ? Clock::time_point::max() : Clock::now() + exit_limit - host_grace;
-    for (const auto& [thread, over] : left_behind)
-      while (!thread->ends_within(look_interval) && !over() && Clock::now() < until) {
+    for (const auto& [completes, over] : left)
+      while (!completes(look_interval) && !over() && Clock::now() < until) {
       }
   }
   if (known.size == 1) return code;
   // Other ranks may wait for one that has not made a communicator, and no launcher sees its exit code.
-  if (code != 0 && !communicates && !left_ && report_descriptor() < 0)
+  if (code != 0 && !communicates && !end_told_ && report_descriptor() < 0)
     at_most(publish_limit, [this, code] {
       static_cast<void>(publish({.kind = FailureKind::died,
                                  .rank = environment.rank,
@@ -235,12 +235,12 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
     const bool awaited =
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
     if (!joined_ && !(awaited && (returns || code == 0))) {
-      left_ = left_ || returns;
+      end_told_ = end_told_ || returns;
       return code;
     }
     join({});
   }
-  const bool first = !left_.exchange(true);
+  const bool first = !end_told_.exchange(true);
   if (first) {
     auto last = code == 0 ? ControlPlane::last_positions(connection().get()) : std::vector<RankPosition>();
     try {

@@ -37,7 +37,7 @@ struct WorldState : EndingRank {
     if (getpid() == owner) return;
     static_cast<void>(
         new auto(std::move(joined_)));  // a forked child may have copied the server in the middle of a change
-    static_cast<void>(new auto(std::move(left_behind_)));
+    static_cast<void>(new auto(std::move(left_)));
   }
   WorldState(const WorldState&) = delete;
   WorldState& operator=(const WorldState&) = delete;
@@ -73,11 +73,12 @@ struct WorldState : EndingRank {
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have joined.
   Environment current_environment();
 
-  /// Keeps a thread that completes what a communicator has left in flight, while it can: until `over` returns true.
-  void leave_behind(std::unique_ptr<LeavableThread> thread, std::function<bool()> over) {
+  /// Keeps what a communicator has left in flight. `completes(limit)` waits for it, at most `limit`, and returns whether it is
+  /// complete; it cannot be any more once `over` returns true.
+  void leave_behind(std::function<bool(std::chrono::milliseconds)> completes, std::function<bool()> over) {
     const std::lock_guard lock(left_mutex_);
-    std::erase_if(left_behind_, [](const auto& one) { return one.first->ends_within({}); });
-    left_behind_.emplace_back(std::move(thread), std::move(over));
+    std::erase_if(left_, [](const auto& one) { return one.first({}); });
+    left_.emplace_back(std::move(completes), std::move(over));
   }
 
   bool publish(const Failure& failure) override;
@@ -106,8 +107,8 @@ struct WorldState : EndingRank {
 
   std::mutex mutex_, joining_, left_mutex_;
   std::optional<Rendezvous> joined_;
-  std::vector<std::pair<std::unique_ptr<LeavableThread>, std::function<bool()>>> left_behind_;
-  std::atomic<bool> left_{false};  // this rank's end is published
+  std::vector<std::pair<std::function<bool(std::chrono::milliseconds)>, std::function<bool()>>> left_;
+  std::atomic<bool> end_told_{false};  // this rank's end is published
   // Valid once all ranks have joined: written before `complete_` is set, and never again.
   std::atomic<bool> complete_{false};
   LocalPlace local_{environment.local_rank, environment.local_size,
