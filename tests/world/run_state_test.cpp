@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
-#include <queue>
-#include <random>
 #include <set>
 
 #include "support/catch.hpp"
+#include "world/virtual_time.hpp"
 
 namespace run_state_test {
 
@@ -55,10 +54,10 @@ Fill meets(const std::string& name, bool lasts, const std::vector<int>& ranks = 
 // One run in virtual time: the store, its ranks, and a network that keeps the order of each connection alone.
 // The store is RunState itself. The ranks are a model of ControlPlane and CallWatch, which decide by the same RankView,
 // Question and Silence.
-class Simulation {
+class Simulation : lockstep_test::VirtualTime {
  public:
   Simulation(std::uint64_t seed, int size, Fault fault, int calls = 6)
-      : random_(seed), size_(size), calls_(calls), fault_(fault), state_(1500ms) {
+      : VirtualTime(seed), size_(size), calls_(calls), fault_(fault), state_(1500ms) {
     culprit_ = static_cast<int>(draw(0, size - 1));
     fault_call_ = draw(1, calls);
     gloo_ = draw(0, 1) == 1;
@@ -78,15 +77,7 @@ class Simulation {
   }
 
   void run() {
-    while (!events_.empty()) {
-      const auto next = events_.top();
-      events_.pop();
-      tick_until(next.time);
-      now_ = std::max(now_, next.time);
-      next.work();
-      deliver();
-      if (++steps_ > 4'000'000) FAIL("the run does not end");
-    }
+    run_events([this](Time time) { tick_until(time); }, [this] { deliver(); });
     tick_until(now_ + 10s);
   }
 
@@ -159,25 +150,8 @@ class Simulation {
     Traffic traffic;
     std::vector<std::string> held;  // what a stopped rank has not read
   };
-  struct Scheduled {
-    Time time;
-    std::uint64_t order;
-    std::function<void()> work;
-    bool operator<(const Scheduled& other) const {
-      return std::pair(time, order) > std::pair(other.time, other.order);
-    }
-  };
 
   static std::size_t at_(int rank) { return static_cast<std::size_t>(rank); }
-  std::uint64_t draw(std::int64_t least, std::int64_t most) {
-    return static_cast<std::uint64_t>(std::uniform_int_distribution<std::int64_t>(least, most)(random_));
-  }
-  Duration milliseconds(std::int64_t least, std::int64_t most) {
-    return std::chrono::milliseconds(draw(least, most));
-  }
-  void at(Duration delay, std::function<void()> work) {
-    events_.push({now_ + delay, order_++, std::move(work)});
-  }
   void tick_until(Time time) {
     while (state_.next() <= time) {
       now_ = std::max(now_, state_.next());
@@ -185,9 +159,6 @@ class Simulation {
       deliver();
     }
   }
-  // The time that a message takes; some connections are slow for a moment.
-  Duration delay() { return std::chrono::microseconds(draw(50, draw(0, 99) == 0 ? 200'000 : 2'000)); }
-
   void send(Rank& rank, StoreOperation operation, const Fill& fill,
             std::function<void(std::string_view)> reply = nullptr) {
     if (!rank.open) return;
@@ -486,7 +457,6 @@ class Simulation {
     return decoded<RunSummary>(std::string_view(sent.back().frame).substr(13));
   }
 
-  std::mt19937_64 random_;
   int size_, culprit_ = 0;
   std::uint64_t calls_, fault_call_ = 1;
   Fault fault_;
@@ -494,11 +464,7 @@ class Simulation {
   bool exits_ = false;  // ranks end without leaving the group before
   bool mixes_ = false;  // calls that differ complete
   RunState state_;
-  const Time begin_ = Time(1h);
-  Time now_ = begin_;
   std::optional<Time> fault_at_;
-  std::uint64_t order_ = 0, steps_ = 0;
-  std::priority_queue<Scheduled> events_;
   std::vector<std::unique_ptr<Rank>> ranks_;
   std::unique_ptr<Rank> launcher_ = std::make_unique<Rank>(-1);
   std::map<std::uint64_t, Rank*> connections_;

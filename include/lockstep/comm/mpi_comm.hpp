@@ -28,7 +28,7 @@ namespace lockstep {
 
 struct MpiOptions {
   /// As GlooOptions::timeout.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+  std::chrono::milliseconds timeout = detail::default_timeout(detail::collective_timeout);
   /// The communicator that is duplicated. Default: MPI_COMM_WORLD. Its ranks are those of the World.
   MPI_Comm comm = MPI_COMM_NULL;
 };

@@ -20,7 +20,7 @@ namespace lockstep {
 struct GlooOptions {
   /// Timeout of a collective, from its launch to its completion, and of the rendezvous. At least 1 ms;
   /// clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30 minutes.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+  std::chrono::milliseconds timeout = detail::default_timeout(detail::collective_timeout);
   /// Number of collectives that run concurrently. At least 1.
   int threads = 2;
   /// Comma-separated network interfaces. If empty: GLOO_SOCKET_IFNAME if set, the loopback if all ranks are
@@ -30,7 +30,7 @@ struct GlooOptions {
 
 struct ShmOptions {
   /// As GlooOptions::timeout.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+  std::chrono::milliseconds timeout = detail::default_timeout(detail::collective_timeout);
 };
 
 /// LibTorch's implementations of NCCL collectives.
@@ -43,7 +43,7 @@ enum class NcclEngine {
 /// Options of NcclComm. What else ProcessGroupNCCL offers, it reads from its environment variables.
 struct NcclOptions {
   /// As GlooOptions::timeout, and of the shutdown. Default: `--timeout` or LOCKSTEP_TIMEOUT, else 10 minutes.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(10));
+  std::chrono::milliseconds timeout = detail::default_timeout(detail::nccl_timeout);
   /// The GPU's index. Default: the GPU of the local rank.
   std::optional<int> device = std::nullopt;
   NcclEngine engine = NcclEngine::nccl;  ///< equal on every rank
@@ -58,7 +58,7 @@ struct ProcessGroupOptions {
 
   /// As GlooOptions::timeout, of a wait on the host. The backend has a timeout of its own for the operations
   /// that no thread of the host waits for.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+  std::chrono::milliseconds timeout = detail::default_timeout(detail::collective_timeout);
   /// The device of the tensors, with its index unless it is the CPU.
   c10::Device device = c10::Device(c10::kCPU);
   /// Creates the backends of new_group(). It runs on a thread of its own, and must own what it uses. Default:

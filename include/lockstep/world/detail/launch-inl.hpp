@@ -127,26 +127,24 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     };
     Supervisor supervisor(std::move(supervised));
     const int code = supervisor.run();
-    const bool well = code == 0, more = restart < place.max_restarts && !supervisor.interrupted();
     const auto limit = options.grace + regroup_limit;
-    std::optional<Failure> failure = supervisor.failure();
-    if (!hosting && !alone && well && more) try {
+    const bool more = !alone && restart < place.max_restarts && !supervisor.interrupted();
+    OwnEnd own{.well = code == 0, .failure = supervisor.failure(), .size = alone ? 0 : env.size};
+    if (more) own.again = limit;
+    if (more && !hosting && own.well) try {
         store = std::make_shared<StoreConnection>(endpoint, last_request_timeout);
       } catch (const LateStart& late) {  // the others have been started again meanwhile
-        failure = late.failure();
+        own.failure = late.failure();
       } catch (const RendezvousError&) {  // all has ended
       }
-    const auto run = store ? outlive_ranks(*store, alone ? 0 : env.size, well,
-                                           !alone && more ? std::optional(limit) : std::nullopt)
-                           : RunSummary();
-    if (well && !run.host_failed && !failure) return code_of(run.failure);
-    if (well && run.host_failed) failure = run.failure;
-    if (!failure || !is_worth_a_restart(*failure)) return code;
+    const RunEnd end = store ? outlive_ranks(*store, own) : RunEnd(own, {});
+    const auto failure = end.to_mend();
+    if (!failure) return own.well ? code_of(end.failure()) : code;
     // Hosts whose ranks have ended well read that it goes on.
-    if (hosting && !alone && more) std::this_thread::sleep_for(reading_grace);
+    if (more && hosting) std::this_thread::sleep_for(reading_grace);
     const auto next =
         next_start(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint), limit);
-    if (!next) return well ? failure->code : code;
+    if (!next) return own.well ? failure->code : code;
     restart = *next;
   }
 }

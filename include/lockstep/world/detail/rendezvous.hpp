@@ -181,34 +181,19 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
     }
 }
 
-/// Keeps the process that hosts the store alive until `size` ranks have ended: 5 minutes at most, or 2 s if a rank of this
-/// host has failed. Other ranks may still read a failure. Returns what has become of a run that has ended `well`. If other
-/// hosts may start their ranks again, blocks after a failure until one must, for `again` at most.
-inline RunSummary outlive_ranks(StoreConnection& connection, int size, bool well,
-                                std::optional<std::chrono::milliseconds> again = std::nullopt) {
+/// Blocks while a process outlives its ranks, which have ended as `own`. Returns what has become of the run.
+inline RunEnd outlive_ranks(StoreConnection& connection, OwnEnd own) {
   using Clock = std::chrono::steady_clock;
-  auto deadline = Clock::now() + (well ? host_grace : last_request_timeout);
-  RunSummary run;
-  for (bool mends = false;; std::this_thread::sleep_for(first_retry_pause)) {
-    try {
-      run = RunClient(connection, last_request_timeout).summary();
-    } catch (const StoreLost&) {  // nobody reads it any more, or the first host starts its ranks again
-      run.host_failed = mends;
-      return run;
-    } catch (const StoreError&) {  // slow: its host is short of cores
-      if (Clock::now() < deadline) continue;
+  own.hosts_store = connection.hosts_store();
+  RunEnd end(std::move(own), Clock::now());
+  for (;; std::this_thread::sleep_for(first_retry_pause)) try {
+      if (end.look(RunClient(connection, last_request_timeout).summary(), Clock::now())) return end;
+    } catch (const StoreLost&) {
+      end.lose();
+      return end;
+    } catch (const StoreError&) {  // its host is short of cores
+      if (end.slow(Clock::now())) return end;
     }
-    const bool failing = run.failure ? is_worth_a_restart(*run.failure) : run.bad_end;
-    if (again && failing && !std::exchange(mends, true)) deadline = std::min(deadline, Clock::now() + *again);
-    run.host_failed = run.host_failed && mends;
-    // On another host the end of the store's host tells that all is well there, too.
-    const bool ended =
-        connection.hosts_store() && run.ended >= static_cast<std::size_t>(size) && !run.dispute && !mends;
-    const bool over = ended || run.host_failed || Clock::now() >= deadline;
-    if (!over && (mends || !(well && run.failure))) continue;
-    if (!over) std::this_thread::sleep_for(reading_grace);
-    return well ? run : RunSummary();
-  }
 }
 /// Returns the exit code of a run whose ranks have ended with 0: not 0, after an error line, if their calls differ.
 inline int code_of(const std::optional<Failure>& failure) {

@@ -2,14 +2,18 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/detail/console.hpp"
+#include "lockstep/world/detail/event_log.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
@@ -34,6 +38,65 @@ inline bool is_worth_a_restart(const Failure& failure) {
   return kind != FailureKind::usage && kind != FailureKind::mismatch && kind != FailureKind::left_early &&
          kind != FailureKind::stopped && !refused;
 }
+
+/// How the ranks of a host have ended, or one rank, whose process outlives it.
+struct OwnEnd {
+  bool well = true;
+  std::optional<Failure> failure = {};  ///< of them the first
+  bool hosts_store = true;
+  int size = 0;  ///< how many ranks the process waits for where it hosts the store
+  /// Where all ranks may be started again: how long this host waits until the others see that they must.
+  std::optional<Milliseconds> again = std::nullopt;
+};
+
+/// How long a process outlives its ranks, and what it learns meanwhile of the others. Without a clock or a socket: the time is
+/// an argument.
+///
+/// One that hosts the store waits until all ranks have ended: 5 minutes at most, 2 s if its own have failed. After a failure
+/// others may still read it; if another start can mend it, each host waits until some host has no rank left, whatever its own
+/// ranks' ends. On another host the end of the store tells that all is well there, or that the first host starts again.
+class RunEnd {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  RunEnd(OwnEnd own, Time now) : own_(std::move(own)) {
+    until_ = now + (own_.well ? host_grace : last_request_timeout);
+  }
+  /// Takes what the store has answered. Returns whether the wait is over.
+  bool look(const RunSummary& run, Time now) {
+    run_ = run;
+    // Until the failure of a rank that has ended badly is known, it may be one to mend.
+    const bool failing = run.failure ? is_worth_a_restart(*run.failure) : run.bad_end;
+    if (own_.again && !std::exchange(mends_, failing) && failing)
+      until_ = std::min(until_, now + *own_.again);
+    if (mends_) return run.host_failed || slow(now);
+    const bool all_ended =
+        own_.hosts_store && run.ended >= static_cast<std::size_t>(own_.size) && !run.dispute;
+    if (all_ended && !(run.failure && own_.again)) return true;
+    // Other ranks read the failure, and launchers that outlive theirs.
+    if (run.failure && (own_.well || own_.again)) until_ = std::min(until_, now + reading_grace);
+    return slow(now);
+  }
+  /// The store does not answer. Returns whether the wait is over.
+  [[nodiscard]] bool slow(Time now) const { return now >= until_; }
+  /// The store is gone: nobody reads it any more, or the first host starts its ranks again.
+  void lose() { run_.host_failed = mends_; }
+
+  /// Returns the failure that another start can mend.
+  [[nodiscard]] std::optional<Failure> to_mend() const {
+    auto failure = own_.failure;
+    if (own_.well && mends_ && run_.host_failed && !failure) failure = run_.failure.value_or(Failure{});
+    return failure && is_worth_a_restart(*failure) ? failure : std::nullopt;
+  }
+  /// Returns the run's first failure, if the own ranks have ended well.
+  [[nodiscard]] std::optional<Failure> failure() const { return own_.well ? run_.failure : std::nullopt; }
+
+ private:
+  const OwnEnd own_;
+  RunSummary run_;
+  Time until_;
+  bool mends_ = false;
+};
 
 /// Returns the number of the next start, at least `next`, and says so; none after `most`. Blocks until the store at
 /// `first_host`, if another host has it, serves that start; for `limit` at most where nothing answers.

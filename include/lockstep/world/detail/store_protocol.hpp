@@ -60,6 +60,12 @@ inline constexpr std::size_t max_store_bytes = std::size_t{1} << 30;
 /// `early` and `late`: of a client of a later or an earlier restart than the server.
 enum class StoreStatus : std::uint8_t { done, refused, early, late };
 
+/// Returns how a server of restart `server` answers the hello of a client of restart `client`.
+inline StoreStatus greeting(std::int64_t client, std::int64_t server) {
+  if (client == server) return StoreStatus::done;
+  return client > server ? StoreStatus::early : StoreStatus::late;
+}
+
 enum class StoreOperation : std::uint8_t {
   set,          ///< keys and values -> nothing
   get,          ///< keys -> values, once all exist

@@ -224,11 +224,8 @@ class StoreServer {
     const bool version = payload.starts_with(store_magic);
     FrameReader hello(payload.substr(version ? store_magic.size() : payload.size()));
     const auto restart = hello.value<std::int64_t>();
-    auto status = StoreStatus::refused;
-    if (version && same_secret(hello.rest()))
-      status = restart == restart_  ? StoreStatus::done
-               : restart > restart_ ? StoreStatus::early
-                                    : StoreStatus::late;
+    const auto status =
+        version && same_secret(hello.rest()) ? greeting(restart, restart_) : StoreStatus::refused;
     connection.state = status == StoreStatus::done ? Connection::greeted : Connection::refused;
     if (status == StoreStatus::done) {
       strangers_.erase(connection.number);

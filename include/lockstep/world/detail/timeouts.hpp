@@ -25,6 +25,8 @@ using Milliseconds = std::chrono::milliseconds;
 //                                               other ranks where it hosts the store
 //   launch, after the first failure             LaunchOptions::grace, for ranks that do not end
 
+// What options default to, unless LOCKSTEP_TIMEOUT is set: a collective, and over NCCL, as in Python.
+inline constexpr Milliseconds collective_timeout{1'800'000}, nccl_timeout{600'000};
 // Requests to the store: of a rank that runs, of a process that ends or refuses, and for the outcome of the rendezvous, after
 // which a rank says whom it waits for.
 inline constexpr Milliseconds request_timeout{10'000}, last_request_timeout{2'000}, outcome_timeout{5'000};

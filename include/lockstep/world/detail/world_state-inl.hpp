@@ -256,7 +256,7 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
     }
   }
   if (code != 0 || !hosts_store()) return code;
-  return code_of(outlive_ranks(*connection(), first ? known.size : 0, true).failure);
+  return code_of(outlive_ranks(*connection(), {.size = first ? known.size : 0}).failure());
 }
 
 }  // namespace lockstep::detail
