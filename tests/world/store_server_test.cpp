@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "lockstep/world/detail/failure.hpp"
-#include "lockstep/world/detail/restart.hpp"
+#include "lockstep/world/detail/run_end.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "support/catch.hpp"

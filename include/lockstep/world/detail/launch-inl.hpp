@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <malloc.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -24,7 +23,7 @@
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/place.hpp"
-#include "lockstep/world/detail/restart.hpp"
+#include "lockstep/world/detail/run_end.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -50,16 +49,6 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
   static PlainWarnings warnings;
   c10::WarningUtils::set_warning_handler(&warnings);
-}
-
-/// Makes the heap keep memory that a training step frees, since the next step allocates the same blocks again. glibc
-/// returns large blocks to the system, whose pages must then be cleared and mapped again: for the MNIST example's
-/// network a thousand page faults per step, a tenth of its time. No-op if the user has set glibc's own variables.
-inline void keep_freed_memory() {
-  for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"})
-    if (std::getenv(name)) return;
-  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the maximum in glibc
-  mallopt(M_TRIM_THRESHOLD, 512 << 20);
 }
 
 /// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and

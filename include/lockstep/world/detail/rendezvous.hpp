@@ -4,10 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -28,13 +26,12 @@
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
-#include "lockstep/world/detail/restart.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-/// How the ranks of a run come together over a connection to its store, and how the last ones leave.
+/// How the ranks of a run come together over a connection to its store.
 namespace lockstep::detail {
 
 /// Returns the identities of all ranks, which must have joined.
@@ -179,28 +176,6 @@ inline void refuse_other_rank_zero(const Environment& env, const RankIdentity& m
       join_run({*other, last_request_timeout}, env, me);
     } catch (const StoreError&) {
     }
-}
-
-/// Blocks while a process outlives its ranks, which have ended as `own`. Returns what has become of the run.
-inline RunEnd outlive_ranks(StoreConnection& connection, OwnEnd own) {
-  using Clock = std::chrono::steady_clock;
-  own.hosts_store = connection.hosts_store();
-  RunEnd end(std::move(own), Clock::now());
-  for (;; std::this_thread::sleep_for(first_retry_pause)) try {
-      if (end.look(RunClient(connection, last_request_timeout).summary(), Clock::now())) return end;
-    } catch (const StoreLost&) {
-      end.lose();
-      return end;
-    } catch (const StoreError&) {  // its host is short of cores
-      if (end.slow(Clock::now())) return end;
-    }
-}
-/// Returns the exit code of a run whose ranks have ended with 0: not 0, after an error line, if their calls differ.
-inline int code_of(const std::optional<Failure>& failure) {
-  if (!failure || failure->kind != FailureKind::mismatch) return 0;
-  static std::atomic_flag told;  // the process's exit may ask once more
-  if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", failure->message.c_str());
-  return failure->code;
 }
 
 /// Returns a text on demand; an empty one where nothing is to be said yet.

@@ -23,6 +23,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
 #include "lockstep/world/detail/rendezvous.hpp"
+#include "lockstep/world/detail/run_end.hpp"
 #include "lockstep/world/detail/store_client.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"

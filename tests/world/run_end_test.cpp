@@ -1,4 +1,4 @@
-#include "lockstep/world/detail/restart.hpp"
+#include "lockstep/world/detail/run_end.hpp"
 
 #include <algorithm>
 #include <chrono>
@@ -16,7 +16,7 @@
 #include "support/catch.hpp"
 #include "world/virtual_time.hpp"
 
-namespace restart_test {
+namespace run_end_test {
 
 using namespace std::chrono_literals;
 using namespace lockstep::detail;
@@ -326,4 +326,4 @@ TEST_CASE("the same with very many starts", "[.release]") {
   simulate(20'000);
 }
 
-}  // namespace restart_test
+}  // namespace run_end_test

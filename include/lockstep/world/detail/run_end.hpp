@@ -3,11 +3,13 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "lockstep/detail/format.hpp"
@@ -19,8 +21,9 @@
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-/// How a launching process decides whether it starts its ranks again. Each host's does, after the first host's has: that
-/// one keeps the port on which the ranks of the next start meet, and its store refuses those of an earlier one.
+/// How a process outlives its ranks, and how a launching process decides whether it starts them again. Each host's does, after
+/// the first host's has: that one keeps the port on which the ranks of the next start meet, and its store refuses those of an
+/// earlier one.
 namespace lockstep::detail {
 
 /// Returns another descriptor of a listener, which the store of the next start serves.
@@ -97,6 +100,28 @@ class RunEnd {
   Time until_;
   bool mends_ = false;
 };
+
+/// Blocks while a process outlives its ranks, which have ended as `own`. Returns what has become of the run.
+inline RunEnd outlive_ranks(StoreConnection& connection, OwnEnd own) {
+  using Clock = std::chrono::steady_clock;
+  own.hosts_store = connection.hosts_store();
+  RunEnd end(std::move(own), Clock::now());
+  for (;; std::this_thread::sleep_for(first_retry_pause)) try {
+      if (end.look(RunClient(connection, last_request_timeout).summary(), Clock::now())) return end;
+    } catch (const StoreLost&) {
+      end.lose();
+      return end;
+    } catch (const StoreError&) {  // its host is short of cores
+      if (end.slow(Clock::now())) return end;
+    }
+}
+/// Returns the exit code of a run whose ranks have ended with 0: not 0, after an error line, if their calls differ.
+inline int code_of(const std::optional<Failure>& failure) {
+  if (!failure || failure->kind != FailureKind::mismatch) return 0;
+  static std::atomic_flag told;  // the process's exit may ask once more
+  if (!told.test_and_set()) std::fprintf(stderr, "error: %s\n", failure->message.c_str());
+  return failure->code;
+}
 
 /// Returns the number of the next start, at least `next`, and says so; none after `most`. Blocks until the store at
 /// `first_host`, if another host has it, serves that start; for `limit` at most where nothing answers.
