@@ -13,7 +13,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,7 +21,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/event_log.hpp"
-#include "lockstep/world/detail/failure.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 #include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/rank_identity.hpp"
