@@ -22,6 +22,7 @@ TEST_CASE("options that cannot train are refused by name before training") {
   refused({.lr = std::numeric_limits<double>::quiet_NaN()}, "learning rate is nan");
   refused({.lr = std::numeric_limits<double>::infinity()}, "learning rate is inf");
   refused({.lr = -1e-3}, "learning rate is -0.001");
+  refused({.drop_last = true, .pad = false}, "drop_last is true and pad is false");
   refused({.num_workers = -1}, "num_workers is -1");
   refused({.num_workers = 100'000}, "num_workers is 100000");
 }

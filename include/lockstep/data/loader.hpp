@@ -35,6 +35,7 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/data/detail/option_checks.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/bytes.hpp"
@@ -243,14 +244,6 @@ namespace lockstep {
 /// A function that transforms a sample or a batch. It must draw from the given generator alone.
 using Transform = std::function<Example(Example, at::Generator&)>;
 
-namespace detail {
-inline void check_workers(std::int64_t num_workers) {
-  if (num_workers < 0 || num_workers > 1024)
-    throw UsageError(
-        formatted("num_workers is {}: give a number of threads per rank, 0 to 1024", num_workers));
-}
-}  // namespace detail
-
 /// Options of DataLoader.
 struct LoaderOptions {
   /// Samples per batch of this rank. At least 1.
@@ -302,8 +295,7 @@ class DataLoader {
   /// dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
-    if (options_.batch_size < 1)
-      throw UsageError(detail::formatted("batch_size is {}: give at least 1", options_.batch_size));
+    detail::check_batch_size(options_.batch_size);
     detail::check_workers(options_.num_workers);
     if (options_.prefetch_factor < 0 || options_.prefetch_factor > 1'000'000)
       throw UsageError(detail::formatted("prefetch_factor is {}: give a number of batches, 0 to 1,000,000",

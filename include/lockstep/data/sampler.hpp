@@ -20,6 +20,7 @@
 #include <torch/data/samplers/base.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/data/detail/option_checks.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/drawn_batch.hpp"
@@ -88,9 +89,9 @@ struct SamplerOptions {
   bool shuffle = true;
   /// Drop the tail that does not divide by the number of ranks, instead of repeating samples from the head.
   bool drop_last = false;
-  /// Repeat samples from the head until all ranks have equally many, as Python does. Ignored with
-  /// `drop_last`. If both are false, each sample is seen exactly once: the first ranks get the tail, so ranks
-  /// may differ by one sample, and ranks beyond the number of samples have none.
+  /// Repeat samples from the head until all ranks have equally many, as Python does. If false, which UsageError refuses
+  /// beside `drop_last`, each sample is seen exactly once: the first ranks get the tail, so ranks may differ by one sample,
+  /// and ranks beyond the number of samples have none.
   bool pad = true;
   /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one: for
   /// loaders that do not call set_epoch, such as that of torch::data::make_data_loader. Without it, such a
@@ -196,10 +197,6 @@ inline void check_rank(const char* sampler, int rank, int world_size) {
     throw UsageError(detail::formatted("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
 }
 
-inline void check_batch_size(std::size_t batch_size) {
-  if (batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
-}
-
 /// The epoch and the position of a pass, which lockstep's samplers have in common.
 class PassSampler : public torch::data::samplers::Sampler<> {
  public:
@@ -225,7 +222,7 @@ class PassSampler : public torch::data::samplers::Sampler<> {
   }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
-    check_batch_size(batch_size);
+    check_batch_size(static_cast<std::int64_t>(batch_size));
     resumed_ = false;
     const std::size_t count = std::min(batch_size, size() - position_);
     if (count == 0) return std::nullopt;
@@ -313,7 +310,7 @@ class StridedSampler : public PassSampler {
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t left = length_ - std::min(skipped_, length_);
     const auto ranks = static_cast<std::size_t>(world_size_);
-    if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
+    if (options_.pad) return samples_per_rank(left, ranks, options_.drop_last);
     return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
   }
   [[nodiscard]] std::size_t position() const {
@@ -356,6 +353,7 @@ class StridedSampler : public PassSampler {
                  const SamplerOptions& options)
       : PassSampler(length), options_(options), rank_(rank), world_size_(world_size) {
     check_rank(name, rank, world_size);
+    check_tail(options.drop_last, options.pad);
   }
 
   void start() override {
@@ -398,7 +396,7 @@ class StridedSampler : public PassSampler {
 /// Counterpart: torch.utils.data.DistributedSampler.
 class DistributedSampler : public detail::StridedSampler {
  public:
-  /// Throws UsageError unless 0 <= rank < world_size.
+  /// Throws UsageError unless 0 <= rank < world_size, and for `drop_last` without `pad`.
   DistributedSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
       : detail::StridedSampler("DistributedSampler", length, rank, world_size, options) {}
 

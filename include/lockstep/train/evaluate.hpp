@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/data/detail/option_checks.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
@@ -349,9 +350,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
     auto results = detail::aborting(comm, [&] {
       const std::size_t samples = dataset_size(dataset);
       const auto check = [&] {
-        if (options.batch_size < 1)
-          throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
-                                             options.batch_size));
+        detail::check_batch_size(options.batch_size);
         detail::check_workers(options.num_workers);
         return std::to_string(samples);
       };

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "lockstep/data/detail/option_checks.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -49,8 +50,9 @@ struct TrainerOptions {
   /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
   /// Repeats some of the first samples so that every rank has the same number, as Python does. If false, each
-  /// sample occurs exactly once per epoch, and the last steps still weigh every sample equally. Refused for a
-  /// model whose forward communicates (synchronized batch norm), as a rank may have no forward in the last step.
+  /// sample occurs exactly once per epoch, and the last steps still weigh every sample equally. False is refused beside
+  /// `drop_last`, and for a model whose forward communicates (synchronized batch norm), as a rank may have no forward in the
+  /// last step.
   bool pad = true;
   /// Loader threads per rank; 0 loads in the training thread.
   std::int64_t num_workers = 0;
@@ -70,7 +72,7 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   };
   at_least(0, "epochs", options.epochs.value_or(0), "the number of passes over the dataset, 0 or more");
   at_least(0, "steps", options.steps.value_or(0), "a number of steps, 0 or more");
-  at_least(1, "batch_size", options.batch_size, "1 or more samples per rank and micro-batch");
+  detail::check_batch_size(options.batch_size);
   at_least(1, "accumulate", options.accumulate, "1 or more micro-batches per step");
   if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
     throw UsageError(detail::formatted(
@@ -78,10 +80,8 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
         options.accumulate, options.batch_size));
   if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
     throw UsageError(detail::formatted("learning rate is {}: give a finite number, 0 or more", *options.lr));
-  at_least(0, "num_workers", options.num_workers, "a number of threads, 0 or more");
-  if (options.num_workers > 1024)
-    throw UsageError(
-        detail::formatted("num_workers is {}: give 1024 threads per rank at most", options.num_workers));
+  detail::check_tail(options.drop_last, options.pad);
+  detail::check_workers(options.num_workers);
   return options;
 }
 
