@@ -621,9 +621,9 @@ TEST_CASE("a report tells buckets, order, times and bytes") {
   CHECK(report.buckets.size() == ddp.buckets().size());
   CHECK(report.unused == std::vector<std::size_t>{0, 1, 4, 5, 6, 7});
   CHECK(report.ready_order.size() == 4);
-  std::size_t bytes = 0;
-  for (const auto& parameter : net->parameters()) bytes += parameter.nbytes();
-  const std::size_t usage = 4 * (net->parameters().size() + 1);
+  std::int64_t bytes = 0;
+  for (const auto& parameter : net->parameters()) bytes += static_cast<std::int64_t>(parameter.nbytes());
+  const auto usage = 4 * (static_cast<std::int64_t>(net->parameters().size()) + 1);
   CHECK(report.bytes == (world.size() > 1 ? bytes + usage : 0));
   CHECK(report.bytes_so_far == 3 * report.bytes);
   CHECK(report.forward > 0);

@@ -97,7 +97,7 @@ void call(const lockstep::World& world, const std::string& mode, std::shared_ptr
                lockstep::OnGradients{[&](const auto&) { at("gradients"); }});
 }
 
-void reduce(const lockstep::World& world, std::size_t where) {
+void reduce(const lockstep::World& world, std::int64_t where) {
   lockstep::CpuComm comm{world};
   Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 1));
   int step = 0;
@@ -130,7 +130,7 @@ struct Tight {
     return {comm.all_reduce(bucket.flat), comm.rank() == 1 && bucket.iteration == 1};
   }
   [[nodiscard]] std::string_view name() const { return "tight"; }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return 0; }
 };
 
 void unpack(const lockstep::World& world) {

@@ -75,7 +75,7 @@ struct DdpOptions {
 /// One bucket of this rank's last reduction.
 struct BucketReport {
   std::vector<std::size_t> parameters;  ///< indices into those that require grad, in memory order
-  std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
+  std::int64_t bytes = 0;               ///< 0 for a sparse bucket, whose number of rows varies
   bool sparse = false;                  ///< one parameter's sparse gradient, which is gathered
   double launched = 0;                  ///< seconds from the start of backward to the launch of its reduction
   /// Seconds from the start of backward to its completion; 0 unless DistributedDataParallel::record_completions.
@@ -94,10 +94,10 @@ struct DdpReport {
   std::vector<std::string> unused_names;  ///< of `unused`
   double forward = 0;                     ///< from the last `before_forward` to the start of backward
   double backward = 0;                    ///< from the start of backward to the last gradient
-  double communication = 0;        ///< from the launch of the first bucket to the completion of the last
-  double overlap = 0;              ///< the part of `communication` that overlaps backward
-  std::uint64_t bytes = 0;         ///< passed to collectives by the last reduction
-  std::uint64_t bytes_so_far = 0;  ///< the sum of `bytes` over all reductions
+  double communication = 0;       ///< from the launch of the first bucket to the completion of the last
+  double overlap = 0;             ///< the part of `communication` that overlaps backward
+  std::int64_t bytes = 0;         ///< passed to collectives by the last reduction
+  std::int64_t bytes_so_far = 0;  ///< the sum of `bytes` over all reductions
 };
 
 }  // namespace lockstep

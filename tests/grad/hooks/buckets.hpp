@@ -22,8 +22,8 @@ class Buckets {
     std::size_t parameter = 0;
     for (const Shapes& shapes : plan) {
       lockstep::GradientBucket bucket;
-      bucket.index = buckets_.size();
-      bucket.count = plan.size();
+      bucket.index = static_cast<std::int64_t>(buckets_.size());
+      bucket.count = static_cast<std::int64_t>(plan.size());
       std::int64_t length = 0;
       for (const auto& shape : shapes) length += c10::multiply_integers(shape);
       bucket.flat = torch::zeros({length}, type);
@@ -95,7 +95,7 @@ class Buckets {
 
  private:
   std::vector<lockstep::GradientBucket> buckets_;
-  std::size_t iteration_ = 0;
+  std::int64_t iteration_ = 0;
 };
 
 /// Equal bits, those of a not-a-number included.
@@ -126,6 +126,6 @@ inline double relative_error(const torch::Tensor& actual, const torch::Tensor& e
 }
 
 /// What `bytes` become in a group of this size: alone, nothing travels.
-inline std::uint64_t on_the_wire(std::uint64_t bytes) {
+inline std::int64_t on_the_wire(std::int64_t bytes) {
   return test_world().size() > 1 ? bytes : 0;
 }

@@ -64,8 +64,8 @@ std::vector<lockstep::GradientBucket> make_buckets(const std::string& plan) {
   const auto groups = split(plan, ';');
   for (const std::string& group : groups) {
     lockstep::GradientBucket bucket;
-    bucket.index = buckets.size();
-    bucket.count = groups.size();
+    bucket.index = static_cast<std::int64_t>(buckets.size());
+    bucket.count = static_cast<std::int64_t>(groups.size());
     std::vector<std::vector<std::int64_t>> shapes;
     std::int64_t length = 0;
     for (const std::string& text : split(group, ',')) {
@@ -96,7 +96,7 @@ void reduce(const Case& c, Hook hook, lockstep::CpuComm& comm, const std::string
   std::vector<double> times;
   for (int step = 0; step < c.steps; ++step) {
     for (auto& bucket : buckets) {
-      bucket.iteration = static_cast<std::size_t>(step);
+      bucket.iteration = step;
       input.read(static_cast<char*>(bucket.flat.data_ptr()),
                  static_cast<std::streamsize>(bucket.flat.nbytes()));
       if (broken && comm.rank() == 0) bucket.flat[0].mul_(1.1);

@@ -273,8 +273,8 @@ class GradientBuckets {
   void add(const std::vector<std::size_t>& members, std::size_t count) {
     const ParameterEntry& leader = parameters_[members.at(0)];
     Bucket bucket;
-    bucket.gradients.index = buckets_.size();
-    bucket.gradients.count = count;
+    bucket.gradients.index = static_cast<std::int64_t>(buckets_.size());
+    bucket.gradients.count = static_cast<std::int64_t>(count);
     bucket.gradients.parameters = members;
     const auto skipped = [&](std::size_t i) { return parameters_[i].skipped; };
     bucket.dense = !leader.sparse && !std::all_of(members.begin(), members.end(), skipped);

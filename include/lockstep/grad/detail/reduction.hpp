@@ -442,7 +442,8 @@ class BucketReduction {
       bucket.parameters = buckets_->members(b);
       bucket.sparse = buckets_->sparse(b);
       for (const std::size_t i : bucket.parameters)
-        if (!bucket.sparse && !buckets_->empty(b)) bucket.bytes += parameters_[i].bytes;
+        if (!bucket.sparse && !buckets_->empty(b))
+          bucket.bytes += static_cast<std::int64_t>(parameters_[i].bytes);
       bucket.launched = seconds(times.backward, launched_[b]);
       if (completions_)
         if (const auto completed = (*completions_)[b]) bucket.completed = seconds(times.backward, *completed);
@@ -515,7 +516,7 @@ class BucketReduction {
     if (buckets_->sparse(b) || buckets_->empty(b)) return;
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
-    bucket.iteration = reductions_;
+    bucket.iteration = static_cast<std::int64_t>(reductions_);
     const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
@@ -628,8 +629,10 @@ class BucketReduction {
     throw;  // the timeout; the reducer replaces it by `failure`
   }
 
-  [[nodiscard]] std::uint64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
-  [[nodiscard]] std::uint64_t sent_bytes_of(std::size_t bytes) const { return comm_.size() > 1 ? bytes : 0; }
+  [[nodiscard]] std::int64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
+  [[nodiscard]] std::int64_t sent_bytes_of(std::size_t bytes) const {
+    return comm_.size() > 1 ? static_cast<std::int64_t>(bytes) : 0;
+  }
 
   std::span<ParameterEntry> parameters_;
   Comm& comm_;
@@ -650,7 +653,7 @@ class BucketReduction {
   std::size_t next_ = 0;         // the bucket to launch next
   std::size_t last_bucket_ = 0;  // the last non-empty dense bucket; only `launch_rest` launches it
   std::size_t reductions_ = 0;
-  std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
+  std::int64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;
   bool any_sparse_ = false;
   bool begun_ = false, counts_ = false, counts_in_bucket_ = false, failed_ = false, asks_usage_ = false;

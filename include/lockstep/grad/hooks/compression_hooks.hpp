@@ -24,7 +24,8 @@ namespace detail {
 /// Tensors, one for each bucket, whose memory is kept from step to step.
 class Scratch {
  public:
-  at::Tensor& get(std::size_t index, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  at::Tensor& get(std::int64_t bucket, at::IntArrayRef sizes, const at::TensorOptions& options) {
+    const auto index = static_cast<std::size_t>(bucket);
     if (index >= tensors_.size()) tensors_.resize(index + 1);
     at::Tensor& tensor = tensors_[index];
     if (!tensor.defined() || tensor.sizes() != sizes || tensor.scalar_type() != options.dtype() ||
@@ -72,7 +73,7 @@ class CastHook {
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
  protected:
   CastHook(at::ScalarType type, const char* name) : type_(type), name_(name) {}
@@ -81,7 +82,7 @@ class CastHook {
   at::ScalarType type_;
   const char* name_;
   Scratch scratch_;
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 }  // namespace detail
@@ -129,7 +130,7 @@ class Bf16Fp32Hook {
 
   [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
   /// Returns 2 (ranks + 1) ceil(n / ranks) for each bucket of n elements.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
  private:
   template <class Comm>
@@ -153,7 +154,7 @@ class Bf16Fp32Hook {
   };
 
   detail::Scratch mine_, received_;
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 struct QuantizedOptions {
@@ -198,7 +199,7 @@ class QuantizedHook {
     return {{"channel", detail::formatted("{}", options_.channel)}};
   }
   /// Returns n + 8 c for each bucket of n elements in c channels.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
  private:
   /// Layout of a message: the scales and the zero points of all channels in float32, then one byte per element.
@@ -288,7 +289,7 @@ class QuantizedHook {
 
   QuantizedOptions options_;
   detail::Scratch own_, all_;
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 }  // namespace lockstep

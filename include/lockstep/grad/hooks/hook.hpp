@@ -21,8 +21,8 @@ namespace lockstep {
 /// One bucket of gradients. Its address is stable from the launch of its reduction until the end of the wait.
 struct GradientBucket {
   /// Zero-based position in launch order, and the number of buckets.
-  std::size_t index = 0, count = 1;
-  std::size_t iteration = 0;  ///< number of reductions completed before this one
+  std::int64_t index = 0, count = 1;
+  std::int64_t iteration = 0;  ///< number of reductions completed before this one
   /// [n]: this rank's gradients, concatenated. Receives the average over the ranks.
   at::Tensor flat;
   /// One view of `flat` for each parameter, in bucket order. An element of a complex parameter is two
@@ -69,7 +69,7 @@ concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
   { H::propagates_nan } -> std::convertible_to<bool>;
   { hook.start(comm, bucket) } -> Reduction;
   { counted.name() } -> std::convertible_to<std::string_view>;
-  { counted.wire_bytes() } -> std::convertible_to<std::uint64_t>;
+  { counted.wire_bytes() } -> std::convertible_to<std::int64_t>;
 };
 
 /// A communication hook that keeps state between reductions.
@@ -92,8 +92,8 @@ concept StatefulHook = requires(H& hook, const H& saved, const HookState& state)
 namespace detail {
 /// Returns the bytes that a collective over `tensor` adds to wire_bytes(): none in a group of one.
 template <class Comm>
-std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
-  return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
+std::int64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
+  return comm.size() > 1 ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
 }
 
 /// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
@@ -130,10 +130,10 @@ class AllReduceHook {
   }
 
   [[nodiscard]] std::string_view name() const { return "all_reduce"; }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
  private:
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 namespace detail {
@@ -160,7 +160,7 @@ struct NoOpHook {
     return {};
   }
   [[nodiscard]] std::string_view name() const { return "no_op"; }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return 0; }
 };
 
 /// See `hook_of`.
@@ -190,7 +190,7 @@ class FunctionHook {
 
   [[nodiscard]] std::string_view name() const { return name_; }
   /// Returns the bytes of all elements of all buckets, whatever the function sends.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
   [[nodiscard]] Function& function() { return function_; }
 
@@ -206,7 +206,7 @@ class FunctionHook {
  private:
   Function function_;
   std::string name_;
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 /// Makes a CommunicationHook of a function `function(auto& comm, const GradientBucket& bucket)`. The function

@@ -59,7 +59,7 @@ class PostLocalSgdHook {
     return {{"start_iteration", detail::formatted("{}", options_.start_iteration)},
             {"reduce_in_subgroup", detail::formatted("{}", options_.reduce_in_subgroup)}};
   }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns "counters": the number of reductions so far, the same on every rank.
   [[nodiscard]] HookState state() const { return {{"counters", at::tensor({reductions_})}}; }
@@ -85,7 +85,7 @@ class PostLocalSgdHook {
  private:
   // The last reduction, and the number of reductions before it.
   struct Before {
-    std::size_t iteration;
+    std::int64_t iteration;
     std::int64_t reductions;
   };
 
@@ -114,7 +114,7 @@ class PostLocalSgdHook {
   PostLocalSgdOptions options_;
   std::int64_t reductions_ = 0;
   std::optional<Before> before_;
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 }  // namespace lockstep

@@ -361,7 +361,7 @@ class PowerSgdHook {
             {"orthogonalization_epsilon", detail::formatted("{}", options_.orthogonalization_epsilon)},
             {"seed", detail::formatted("{}", options_.seed)}};
   }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+  [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns "counters" (reductions so far, random numbers drawn, seed), and "error.i" and "q.i" for
   /// parameter i. Errors differ between ranks; the rest is equal.
@@ -421,12 +421,12 @@ class PowerSgdHook {
 
  private:
   struct Before {
-    std::size_t iteration;
+    std::int64_t iteration;
     std::int64_t reductions;
     std::uint64_t drawn;
   };
 
-  void begin(std::size_t iteration) {
+  void begin(std::int64_t iteration) {
     if (before_ && before_->iteration == iteration) return;
     before_ = Before{iteration, reductions_, random_.drawn()};
     memory_.commit();
@@ -434,8 +434,9 @@ class PowerSgdHook {
   }
 
   detail::LowRankLayout& layout_of(const GradientBucket& bucket) {
-    if (bucket.index >= layouts_.size()) layouts_.resize(bucket.index + 1);
-    detail::LowRankLayout& layout = layouts_[bucket.index];
+    const auto index = static_cast<std::size_t>(bucket.index);
+    if (index >= layouts_.size()) layouts_.resize(index + 1);
+    detail::LowRankLayout& layout = layouts_[index];
     if (!layout.fits(bucket))
       layout =
           detail::low_rank_layout(bucket, options_.matrix_approximation_rank, options_.min_compression_rate);
@@ -468,7 +469,7 @@ class PowerSgdHook {
   std::optional<Before> before_;
   detail::PowerSgdMemory memory_;
   std::deque<detail::LowRankLayout> layouts_;  // by bucket; Reductions point to them
-  std::uint64_t wire_bytes_ = 0;
+  std::int64_t wire_bytes_ = 0;
 };
 
 /// The reduction of one bucket. The start sends the uncompressed tensors and the left factors, the wait the
