@@ -27,8 +27,11 @@ inline std::optional<std::string> flag_without_value(int argc, const char* const
 namespace lockstep {
 
 /// The LaunchOptions to parse with in a program that does not call `launch`: it reads no flag.
-inline const LaunchOptions no_launch_flags{
-    .nproc_flag = false, .prefix_flag = false, .timeout_flag = false, .threads_flag = false};
+inline const LaunchOptions no_launch_flags{.nproc_flag = false,
+                                           .prefix_flag = false,
+                                           .timeout_flag = false,
+                                           .threads_flag = false,
+                                           .max_restarts_flag = false};
 
 /// Parses the command line of a program that calls `launch` afterwards. Returns std::nullopt if the program
 /// goes on, otherwise its exit code: 0 after `--help`; 2 after a wrong argument, with the line `error: ...;

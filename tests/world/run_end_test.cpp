@@ -25,7 +25,8 @@ using lockstep::Failure;
 using lockstep::FailureKind;
 using lockstep_test::VirtualTime;
 
-enum class Fault { throws, dies, returns_code, wrong_usage };
+// `asked`: a signal to its launcher asks the rank to end, which it does by an exception or a code of its own.
+enum class Fault { throws, dies, returns_code, wrong_usage, asked };
 
 // The starts of a run on several hosts in virtual time. The stores are RunStates, of which the first host's launcher keeps one
 // at a time. The launchers are a model of launch_here and next_start, which decide by the same RunEnd, greeting and
@@ -45,7 +46,7 @@ class Starts : VirtualTime {
       const bool mends = draw(0, 9) > 0;
       for (auto left = mends && draw(0, 4) == 0 ? 2 : 1; left > 0; --left)
         faults_[{start, static_cast<int>(draw(0, size_ - 1))}] =
-            mends ? static_cast<Fault>(draw(0, 2)) : Fault::wrong_usage;
+            static_cast<Fault>(mends ? draw(0, 2) : draw(3, 4));
       last_ = start + 1;
       mends_ = mends;
       if (!mends) break;
@@ -73,7 +74,7 @@ class Starts : VirtualTime {
       // The last start may fail before a slow host comes to it: that one gives up after a while.
       const bool missed = given_up && host->start < last && host->code != 0;
       if (!missed) REQUIRE(host->start == last);
-      REQUIRE(host->ended_at - begin_ < 10s * (last + 1) + (missed ? 25s : 0s));
+      REQUIRE(host->ended_at - begin_ < 15s * (last + 1) + (missed ? 25s : 0s));
       if (!given_up) REQUIRE(host->code == 0);
       for (int rank = host->first; given_up && rank < host->first + host->ranks; ++rank)
         if (faults_.contains({last, rank})) REQUIRE(host->code != 0);
@@ -92,6 +93,9 @@ class Starts : VirtualTime {
     int start = -1;  // of its ranks
     std::vector<Rank*> alive = {};
     std::vector<Failure> failures = {};
+    bool told = false;  // its launcher has told a failure
+    Time tells_until = {};
+    bool asked = false;  // to end
     bool done = false;
     int code = 0;
     Time ended_at = {};
@@ -146,6 +150,7 @@ class Starts : VirtualTime {
   void start(Host& host) {
     if (&host == hosts_[0].get()) store_ = std::make_unique<RunState>(1500ms);
     host.failures.clear();
+    host.told = false;
     for (int i = 0; i < host.ranks; ++i) {
       ranks_.push_back(std::make_unique<Rank>(Rank{host.first + i, host.start + 1}));
       host.alive.push_back(ranks_.back().get());
@@ -181,16 +186,18 @@ class Starts : VirtualTime {
               {.kind = Event::ended, .rank = rank.number, .failure = {.code = 0}});
       return end(rank, std::nullopt);
     }
-    const bool usage = fault->second == Fault::wrong_usage, told = usage && draw(0, 1) == 0;
+    const Fault kind = fault->second;
+    const bool mends = kind != Fault::wrong_usage && kind != Fault::asked;
     Failure failure{.rank = rank.number, .message = "boom"};
-    if (usage) failure.kind = FailureKind::usage;
-    if (fault->second == Fault::throws || told)
+    if (kind == Fault::wrong_usage) failure.kind = FailureKind::usage;
+    if (kind == Fault::throws || (!mends && draw(0, 1) == 0))
       publish(rank.start, rank.connection, {.failure = failure});
-    else if (!usage)
+    else if (kind != Fault::wrong_usage)
       failure.kind = FailureKind::died;
-    if (fault->second == Fault::returns_code || (usage && !told))  // its launcher tells why
+    if (kind == Fault::returns_code || (!mends && draw(0, 1) == 0))
       publish(rank.start, rank.connection,
               {.kind = Event::ended, .rank = rank.number, .failure = {.code = 3}});
+    host_of(rank).asked = kind == Fault::asked;
     end(rank, failure);
   }
   // Over the connection of the rank, which keeps the order.
@@ -219,27 +226,35 @@ class Starts : VirtualTime {
     if (failure) {
       failure->time = now_.time_since_epoch().count();
       host.failures.push_back(*failure);
+      if (hosts_.size() > 1 && failure->kind != FailureKind::consequence && !std::exchange(host.told, true)) {
+        const auto travels = &host == hosts_[0].get() ? Duration(0) : milliseconds(0, 60) + delay();
+        host.tells_until = now_ + travels;
+        at(travels, [this, start = host.start, first = *failure, &host]() mutable {
+          first.host = formatted("host {}", host.first);
+          if (host.asked) first.kind = FailureKind::stopped;
+          serve(start, 1, StoreOperation::publish,
+                [&](FrameWriter& out) { out.value(Event{.failure = first}); });
+        });
+      }
       if (failure->kind == FailureKind::consequence)
         *failure = {.kind = failure->cause_kind, .rank = failure->cause};
       for (Rank* other : std::vector(host.alive)) learn(*other, *failure);  // its launcher ends them
     }
-    if (host.alive.empty()) at(milliseconds(0, 100), [this, &host] { outlive(host); });
+    if (host.alive.empty())
+      at(std::max(milliseconds(0, 100), host.tells_until - now_), [this, &host] { outlive(host); });
   }
 
   // As launch_here, once all ranks of the host have ended.
   void outlive(Host& host) {
     const bool hosting = &host == hosts_[0].get(), alone = hosts_.size() == 1;
-    OwnEnd own{.well = host.failures.empty(), .hosts_store = hosting, .size = alone ? 0 : size_};
-    if (const Failure* first = first_failure(host.failures, 1h)) own.failure = *first;
-    if (!own.well && !alone && own.failure->kind != FailureKind::consequence) {
-      Failure failure = *own.failure;
-      failure.host = formatted("host {}", host.first);
-      publish(host.start, 1, {.failure = failure});
-    }
-    const bool more = !alone && host.start < most_;
+    OwnEnd own{
+        .well = host.failures.empty(), .hosts_store = hosting, .size = alone ? 0 : size_, .is_read = !alone};
+    if (const Failure* first = first_failure(host.failures, 1h); first && !host.asked) own.failure = *first;
+    const bool more = !alone && host.start < most_ && !host.asked;
     if (more) own.again = 23s;
     if (hosting) return follow(host, own, std::make_shared<RunEnd>(own, now_));
-    if (!more || !own.well) return decide(host, own, RunEnd(own, now_));
+    const bool asks = own.well || (own.failure && own.failure->kind == FailureKind::consequence);
+    if (!more || !asks) return decide(host, own, RunEnd(own, now_));
     greet(host.start, [this, &host, own](std::optional<StoreStatus> status) {
       OwnEnd known = own;
       if (status == StoreStatus::done) return follow(host, own, std::make_shared<RunEnd>(own, now_));
@@ -264,7 +279,7 @@ class Starts : VirtualTime {
   }
   void decide(Host& host, const OwnEnd& own, const RunEnd& end) {
     const auto failure = end.to_mend();
-    const int code = own.well ? 0 : own.failure->code;
+    const int code = own.well ? 0 : own.failure ? own.failure->code : 1;
     if (!failure) return finish(host, code);
     const int given_up = own.well ? failure->code : code;
     if (!own.hosts_store) return next_start(host, host.start + 1, given_up, now_ + 23s);

@@ -267,29 +267,33 @@ int run(const std::string& mode, const char* const* arguments) {
   } else if (mode == "leaves" || mode == "leaves_serialized") {
     // Rank 0 does, before the others launch what it has in flight.
     initialize(mode == "leaves" ? MPI_THREAD_MULTIPLE : MPI_THREAD_SERIALIZED);
-    const World world = lockstep::mpi_world();
     const auto timeout = std::chrono::seconds(20);
+    at::Tensor tensor, message = at::full({100'000}, 5.0);
     auto begin = std::chrono::steady_clock::now();
-    at::Tensor tensor = at::full({100'000}, world.rank() + 1.0), message = at::full({100'000}, 5.0);
+    int rank = 0, size = 0;
     {
+      const World world = lockstep::mpi_world();
+      rank = world.rank();
+      size = world.size();
+      tensor = at::full({100'000}, rank + 1.0);
       MpiComm comm(world, {.timeout = timeout});
       int goes = 1;
-      if (world.rank() > 0) MPI_Recv(&goes, 1, MPI_INT, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+      if (rank > 0) MPI_Recv(&goes, 1, MPI_INT, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
       auto work = comm.all_reduce(tensor);
-      if (world.rank() == 0) static_cast<void>(comm.send(message, 1));
-      if (world.rank() == 1) {
+      if (rank == 0) static_cast<void>(comm.send(message, 1));
+      if (rank == 1) {
         at::Tensor received = at::zeros_like(message);
         comm.recv(received, 0).wait();
         check_equal(received, message, "the message of a rank that has left");
       }
-      if (world.rank() > 0) work.wait();
+      if (rank > 0) work.wait();
       begin = std::chrono::steady_clock::now();
     }
     check(std::chrono::steady_clock::now() - begin < timeout, "a destructor waits for no other rank");
-    for (int goes = 1, rank = 1; world.rank() == 0 && rank < world.size(); ++rank)
-      MPI_Send(&goes, 1, MPI_INT, rank, 0, MPI_COMM_WORLD);
+    for (int goes = 1, other = 1; rank == 0 && other < size; ++other)
+      MPI_Send(&goes, 1, MPI_INT, other, 0, MPI_COMM_WORLD);
     MPI_Finalize();
-    check_equal(tensor, at::full({100'000}, world.size() * (world.size() + 1) / 2.0), "the sum");
+    check_equal(tensor, at::full({100'000}, size * (size + 1) / 2.0), "the sum");
     std::puts((mode + ": well").c_str());
   } else if (mode == "mismatch") {
     const World world = lockstep::mpi_world();

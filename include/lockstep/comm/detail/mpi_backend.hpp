@@ -90,7 +90,7 @@ inline void check_mpi_launcher(int size, const Variables& variables = process_va
           *started, variable, *started, compiled_for_open_mpi ? "Open MPI" : "MPICH"));
 }
 
-/// A communicator of MPI that belongs to lockstep. The destructor frees it, unless operations are left on it.
+/// A communicator of MPI that belongs to lockstep. The engine frees it after the destructor, unless operations are left on it.
 struct MpiCommunicator {
   explicit MpiCommunicator(MPI_Comm own) : comm(own) { MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN); }
   ~MpiCommunicator();
@@ -211,6 +211,11 @@ class MpiEngine {
     end_pending(&communicator, aborted_error());
   }
   void abort(const MpiOperation& operation) { abort(*operation.communicator); }
+  /// Frees a communicator with the next use of MPI: the last operation on it may end with the mutex locked.
+  void release(MPI_Comm comm) {
+    const std::lock_guard lock(released_mutex_);
+    released_.push_back(comm);
+  }
   /// See HostBackend::leave. MPI_Finalize completes what is in flight then.
   bool leave(MpiCommunicator& communicator, std::function<bool()> over) {
     const std::lock_guard lock(mutex_);
@@ -329,8 +334,9 @@ class MpiEngine {
       std::this_thread::sleep_for(mpi_pause);
       lock.lock();
     }
-    finalized_ = true;
     end_pending(nullptr, error_of(finalized_text));
+    free_released();
+    finalized_ = true;
     for (Ops* ops : {&half_ops_, &bfloat16_ops_})
       for (MPI_Op& op : *ops) MPI_Op_free(&op);
     MPI_Type_free(&two_bytes_);
@@ -338,8 +344,15 @@ class MpiEngine {
 
   // ---- With the mutex locked -----------------------------------------------------------------------------------------
 
+  void free_released() {
+    std::unique_lock lock(released_mutex_);
+    auto released = std::exchange(released_, {});
+    lock.unlock();
+    for (MPI_Comm& comm : released) MPI_Comm_free(&comm);
+  }
   void step() {
     if (occupied_ || finalized_) return;
+    free_released();
     for (std::size_t i = 0; i < pending_.size();) {
       const Operation operation = pending_[i];
       auto& requests = operation->requests;
@@ -400,6 +413,9 @@ class MpiEngine {
   std::atomic<int> waiting_{0};      // threads of this process
   std::atomic<bool> finalized_{false};
 
+  std::mutex released_mutex_;
+  std::vector<MPI_Comm> released_;  // whose last owner has gone
+
   std::mutex mutex_;  // of all below
   std::condition_variable changed_, free_;
   std::vector<Operation> pending_;
@@ -412,7 +428,7 @@ class MpiEngine {
 
 inline MpiCommunicator::~MpiCommunicator() {
   if (!left && !aborted) try {
-      MpiEngine::get().call_blocking([this] { MPI_Comm_free(&comm); });
+      MpiEngine::get().release(comm);
     } catch (const std::exception&) {  // MPI is finalized
     }
 }

@@ -110,7 +110,7 @@ struct RunSummary {
   bool bad_end = false;              // one of them with the code of a failure
   std::int64_t quiet = 0;            // the time since the last rank has joined, in ms
   std::string hints = {};            // what may keep ranks from joining
-  bool host_failed = false;          // a launcher has told a failure, so its host has no rank left
+  bool host_failed = false;          // a launcher has told a failure: it ends the ranks of its host
   Meeting meeting = {};              // that was asked for; one that all have come to if it is not kept
 };
 template <>

@@ -118,9 +118,13 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     const int code = supervisor.run();
     const auto limit = options.grace + regroup_limit;
     const bool more = !alone && restart < place.max_restarts && !supervisor.interrupted();
-    OwnEnd own{.well = code == 0, .failure = supervisor.failure(), .size = alone ? 0 : env.size};
+    OwnEnd own{.well = code == 0,
+               .failure = supervisor.failure(),
+               .size = alone ? 0 : env.size,
+               .is_read = !alone && place.max_restarts > 0};
     if (more) own.again = limit;
-    if (more && !hosting && own.well) try {
+    const bool asks = own.well || (own.failure && own.failure->kind == FailureKind::consequence);
+    if (more && !hosting && asks) try {
         store = std::make_shared<StoreConnection>(endpoint, last_request_timeout);
       } catch (const LateStart& late) {  // the others have been started again meanwhile
         own.failure = late.failure();

@@ -48,22 +48,25 @@ struct OwnEnd {
   std::optional<Failure> failure = {};  ///< of them the first
   bool hosts_store = true;
   int size = 0;  ///< how many ranks the process waits for where it hosts the store
-  /// Where all ranks may be started again: how long this host waits until the others see that they must.
+  /// Whether launchers of other hosts, which outlive their ranks too, may start them again.
+  bool is_read = false;
+  /// Where this one may: how long it waits until the others see that they must.
   std::optional<Milliseconds> again = std::nullopt;
 };
 
 /// How long a process outlives its ranks, and what it learns meanwhile of the others. Without a clock or a socket: the time is
 /// an argument.
 ///
-/// One that hosts the store waits until all ranks have ended: 5 minutes at most, 2 s if its own have failed. After a failure
-/// others may still read it; if another start can mend it, each host waits until some host has no rank left, whatever its own
-/// ranks' ends. On another host the end of the store tells that all is well there, or that the first host starts again.
+/// One that hosts the store waits until all ranks have ended: 5 minutes at most; 2 s after a failure, which others may still
+/// read, and 5 s if their launchers may start again. After a failure that another start can mend each host, whatever its own
+/// ranks' ends, waits until the launcher of the failed rank has told: it alone knows whether that was asked to end. On another
+/// host the end of the store tells that all is well there, or that the first host starts again.
 class RunEnd {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
   RunEnd(OwnEnd own, Time now) : own_(std::move(own)) {
-    until_ = now + (own_.well ? host_grace : last_request_timeout);
+    until_ = now + (own_.well ? host_grace : own_.is_read ? others_end : last_request_timeout);
   }
   /// Takes what the store has answered. Returns whether the wait is over.
   bool look(const RunSummary& run, Time now) {
@@ -73,11 +76,11 @@ class RunEnd {
     if (own_.again && !std::exchange(mends_, failing) && failing)
       until_ = std::min(until_, now + *own_.again);
     if (mends_) return run.host_failed || slow(now);
-    const bool all_ended =
-        own_.hosts_store && run.ended >= static_cast<std::size_t>(own_.size) && !run.dispute;
-    if (all_ended && !(run.failure && own_.again)) return true;
-    // Other ranks read the failure, and launchers that outlive theirs.
-    if (run.failure && (own_.well || own_.again)) until_ = std::min(until_, now + reading_grace);
+    if (!own_.hosts_store) return run.failure || slow(now);
+    const bool all_ended = run.ended >= static_cast<std::size_t>(own_.size) && !run.dispute;
+    if (all_ended && !(run.failure && own_.is_read)) return true;
+    if (run.failure && (own_.well || own_.is_read))
+      until_ = std::min(until_, now + (own_.is_read && !all_ended ? others_end : reading_grace));
     return slow(now);
   }
   /// The store does not answer. Returns whether the wait is over.
@@ -89,7 +92,8 @@ class RunEnd {
   [[nodiscard]] std::optional<Failure> to_mend() const {
     auto failure = own_.failure;
     if (own_.well && mends_ && run_.host_failed && !failure) failure = run_.failure.value_or(Failure{});
-    return failure && is_worth_a_restart(*failure) ? failure : std::nullopt;
+    const bool of_other = failure && failure->kind == FailureKind::consequence && run_.failure;
+    return failure && is_worth_a_restart(of_other ? *run_.failure : *failure) ? failure : std::nullopt;
   }
   /// Returns the run's first failure, if the own ranks have ended well.
   [[nodiscard]] std::optional<Failure> failure() const { return own_.well ? run_.failure : std::nullopt; }
@@ -106,7 +110,9 @@ inline RunEnd outlive_ranks(StoreConnection& connection, OwnEnd own) {
   using Clock = std::chrono::steady_clock;
   own.hosts_store = connection.hosts_store();
   RunEnd end(std::move(own), Clock::now());
-  for (;; std::this_thread::sleep_for(first_retry_pause)) try {
+  const auto longest = connection.hosts_store() ? look_interval : last_retry_pause;
+  for (auto pause = first_retry_pause;; pause = std::min(2 * pause, longest)) {
+    try {
       if (end.look(RunClient(connection, last_request_timeout).summary(), Clock::now())) return end;
     } catch (const StoreLost&) {
       end.lose();
@@ -114,6 +120,8 @@ inline RunEnd outlive_ranks(StoreConnection& connection, OwnEnd own) {
     } catch (const StoreError&) {  // its host is short of cores
       if (end.slow(Clock::now())) return end;
     }
+    std::this_thread::sleep_for(pause);
+  }
 }
 /// Returns the exit code of a run whose ranks have ended with 0: not 0, after an error line, if their calls differ.
 inline int code_of(const std::optional<Failure>& failure) {
@@ -124,13 +132,21 @@ inline int code_of(const std::optional<Failure>& failure) {
 }
 
 /// Returns the number of the next start, at least `next`, and says so; none after `most`. Blocks until the store at
-/// `first_host`, if another host has it, serves that start; for `limit` at most where nothing answers.
+/// `first_host`, if another host has it, serves that start; for `limit` at most where nothing answers, and for
+/// rendezvous_timeout() at most where ranks of the first host still run.
 inline std::optional<int> next_start(int next, int most, std::optional<StoreEndpoint> first_host,
                                      std::chrono::milliseconds limit) {
+  auto notice = std::chrono::steady_clock::now() + first_notice;
+  const auto waiting = [&](const std::string& reason) {
+    if (std::chrono::steady_clock::now() < notice) return;
+    notice += notice_interval;
+    write_lines(stderr, formatted("lockstep: waits for the first host to start its ranks again: {}\n",
+                                  printable(reason)));
+  };
   for (bool reached = !first_host; !reached && next <= most;) try {
       first_host->restart = next;
       first_host->remedy = "Start the run again on all hosts";
-      const StoreConnection connection(*first_host, limit);
+      const StoreConnection connection(*first_host, limit, waiting);
       reached = true;
     } catch (const LateStart&) {
       ++next;

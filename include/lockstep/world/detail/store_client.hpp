@@ -133,6 +133,9 @@ auto at_store(const std::string& doing, Work&& work) {
     return work();
   } catch (const c10::Error& error) {
     throw RendezvousError(formatted("{}: {}", doing, printable(error.what_without_backtrace())));
+  } catch (const StoreLost& error) {  // of no call: another start may mend it
+    throw RendezvousError(
+        Failure{.rank = process_rank.load(), .message = formatted("{}: {}", doing, printable(error.what()))});
   } catch (const StoreError& error) {
     throw RendezvousError(formatted("{}: {}", doing, printable(error.what())));
   }

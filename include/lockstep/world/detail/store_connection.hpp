@@ -61,22 +61,24 @@ struct LateStart : RendezvousError {
 
 /// Connects until `greet(socket, until)` returns an empty string instead of a reason, with pauses that grow to half a second.
 /// Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the remedy after `timeout`, which
-/// begins anew while the store of an earlier start answers.
+/// begins anew while the store of an earlier start answers, for rendezvous_timeout() at most.
 template <class Waiting, class Greet>
 void connect_to(const StoreEndpoint& endpoint, Milliseconds timeout, Waiting&& waiting, Greet&& greet) {
-  auto until = std::chrono::steady_clock::now() + timeout;
+  const auto begin = std::chrono::steady_clock::now();
+  auto until = begin + timeout;
   for (auto pause = first_retry_pause;; pause = std::min(2 * pause, last_retry_pause)) {
     auto [fd, reason] = try_connect(endpoint.host, endpoint.port, until, endpoint.origin);
     if (fd.open()) try {
         reason = greet(std::move(fd), until);
       } catch (const EarlyStart& early) {
         reason = early.what();
-        until = std::chrono::steady_clock::now() + timeout;
+        until = std::max(until,
+                         std::min(std::chrono::steady_clock::now() + timeout, begin + rendezvous_timeout()));
       }
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
       throw RendezvousError(formatted("no store at {} after {} s: {}. {}", endpoint.text(),
-                                      std::chrono::duration<double>(timeout).count(), reason,
+                                      std::chrono::duration<double>(until - begin).count(), reason,
                                       endpoint.remedy));
     waiting(reason);
     std::this_thread::sleep_for(pause);

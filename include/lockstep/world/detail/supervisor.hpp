@@ -168,8 +168,8 @@ class Supervisor {
   [[nodiscard]] std::optional<Failure> failure() const {
     return expected_ || interrupted() ? std::nullopt : failure_;
   }
-  /// Returns whether a signal to this process has asked the ranks to end, or may have.
-  [[nodiscard]] bool interrupted() const { return ending() || Clock::now() < noted_until_; }
+  /// Returns whether a signal to this process has asked the ranks to end, or just may have.
+  [[nodiscard]] bool interrupted() const { return interrupted_ != 0 || Clock::now() < noted_until_; }
 
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
@@ -340,9 +340,9 @@ class Supervisor {
     auto failure = failure_by_status(child.rank, child.pid, child.status, child.ended_at);
     if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
     if (choosing && (signal == 0 || signal == interrupted_)) {
-      if (asked && signal != 0 && !failure_) {
+      if (asked && child.status != 0 && !stopped && !failure_) {
         failure.kind = FailureKind::stopped;
-        failure.message = "ended by " + signal_name(signal);
+        if (signal != 0) failure.message = "ended by " + signal_name(signal);
         tell(failure);
       }
     } else if (child.status != 0 && !child.reported() && !child.ordered_to_end) {

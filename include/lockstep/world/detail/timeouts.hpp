@@ -23,7 +23,12 @@ using Milliseconds = std::chrono::milliseconds;
 //   the end of a process                        publish_limit after a failure. Else for what is left in flight the
 //                                               communicator's timeout, at std::exit exit_limit - host_grace, and host_grace for
 //                                               other ranks where it hosts the store
-//   launch, after the first failure             LaunchOptions::grace, for ranks that do not end
+//   MPI_Finalize, of what an MpiComm has left   that communicator's timeout, and backend_slack
+//   launch, after the first failure             LaunchOptions::grace, for ranks that do not end; where they start again on
+//                                               several hosts also host_grace for ranks that have ended well elsewhere,
+//                                               last_request_timeout for the news of the failed host, and for its end
+//                                               LaunchOptions::grace and regroup_limit, where the store still answers
+//                                               LOCKSTEP_RENDEZVOUS_TIMEOUT
 
 // What options default to, unless LOCKSTEP_TIMEOUT is set: a collective, and over NCCL, as in Python.
 inline constexpr Milliseconds collective_timeout{1'800'000}, nccl_timeout{600'000};
@@ -68,8 +73,9 @@ inline constexpr std::chrono::seconds launcher_look{1};
 inline constexpr Milliseconds cause_settles{50}, consequence_settles{2'000};
 inline constexpr Milliseconds running_look{100}, ending_look{20}, idle_line{200};
 inline constexpr Milliseconds orphan_limit{500}, orphan_pause{1}, interrupt_limit{30'000};
-// Until the launchers of all hosts start their ranks again, beside LaunchOptions::grace.
-inline constexpr Milliseconds regroup_limit{20'000};
+// On several hosts, until the launchers start their ranks again, beside LaunchOptions::grace; and how long the first host's
+// waits for the ranks of the others after a failure.
+inline constexpr Milliseconds regroup_limit{20'000}, others_end{5'000};
 // The end of a process: until its failure is published, its output flushed, its error line written, and other ranks have read
 // its failure where it hosts the store. Where all has ended well it hosts that for others up to the last.
 inline constexpr Milliseconds publish_limit{1'500}, flush_limit{500}, line_limit{3'000}, reading_grace{800};
@@ -83,6 +89,12 @@ inline constexpr std::chrono::microseconds mpi_pause{50};
 inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallback) {
   const auto seconds = integer_variable(process_variable, "LOCKSTEP_TIMEOUT", 1);
   return seconds ? std::chrono::milliseconds(std::chrono::seconds(*seconds)) : fallback;
+}
+
+/// Returns the timeout of the rendezvous: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes by default.
+inline std::chrono::milliseconds rendezvous_timeout() {
+  const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
+  return seconds ? std::chrono::seconds(*seconds) : rendezvous_default;
 }
 
 /// Returns the timeout of the option struct `options`, clamped to 24 days. Throws UsageError below 1 ms.

@@ -31,12 +31,6 @@
 /// How a rank joins its run, and how it ends.
 namespace lockstep::detail {
 
-/// Returns the timeout of the rendezvous: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes by default.
-inline std::chrono::milliseconds rendezvous_timeout() {
-  const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
-  return seconds ? std::chrono::seconds(*seconds) : rendezvous_default;
-}
-
 /// Opens the store of `env` within `timeout`, which is also that of each call on it. Rank 0 hosts it unless a launcher does.
 /// While the store cannot be opened, calls `waiting` with what this rank waits for, and the reason.
 inline Rendezvous join_rendezvous(const Environment& env, std::chrono::milliseconds timeout,
