@@ -251,8 +251,8 @@ class BucketReduction {
   /// `count`: see Contribution. Counts that do not travel in a bucket are all-reduced here, which blocks.
   void open(std::optional<double> count) {
     if (options_.skip_all_reduce_unused_params && !knows_skipped_ && reductions_ > 0) note_skipped();
-    counts_ = count.has_value();
-    counts_in_bucket_ = counts_ && counts_in_bucket();
+    counting_ = Counting::none;
+    if (count) counting_ = counts_in_bucket() ? Counting::in_bucket : Counting::apart;
     weight_.reset();
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
     next_ = 0;
@@ -261,12 +261,12 @@ class BucketReduction {
     if (completions_) completions_->clear();
     begun_ = true;
     times.backward = times.first_launch = Clock::now();
-    if (counts_ && !counts_in_bucket_) all_reduce_counts(*count);
+    if (counting_ == Counting::apart) all_reduce_counts(*count);
   }
 
   /// Copies parameter i's gradient into its bucket. `seen`: see GradientBuckets::copy_to_bucket's `attach`.
   void copy_to_bucket(std::size_t i, bool seen) {
-    buckets_->copy_to_bucket(i, weight_, !counts_, seen);
+    buckets_->copy_to_bucket(i, weight_, counting_ == Counting::none, seen);
     --pending_[parameters_[i].bucket];
   }
   void allocate(std::size_t i) { buckets_->allocate(parameters_[i].bucket); }
@@ -288,7 +288,7 @@ class BucketReduction {
     times.gradients = Clock::now();
     failed_ = failed;
     while (next_ < buckets_->size()) {
-      if (counts_in_bucket_ && next_ == last_bucket_)
+      if (counting_ == Counting::in_bucket && next_ == last_bucket_)
         launch_with_count(next_++, count);
       else
         launch(next_++);
@@ -300,7 +300,7 @@ class BucketReduction {
   /// in it blocks the host, and the state of the ranks stays equal if one of them fails. Equal on every rank.
   [[nodiscard]] bool can_check_late() const {
     return Hook::propagates_nan && !StatefulHook<Hook> && comm_.size() > 1 && !CaptureScope::active() &&
-           !counts_ && !asks_usage_ && !any_sparse_ && !poison_check_.read_late().empty();
+           counting_ == Counting::none && !asks_usage_ && !any_sparse_ && !poison_check_.read_late().empty();
   }
 
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
@@ -375,7 +375,7 @@ class BucketReduction {
   }
 
   void copy_from_bucket() {
-    if (counts_) divide_by_counts();
+    if (counting_ != Counting::none) divide_by_counts();
     if (asks_usage_) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].used = usage_->used(i);
       // The first reduction in which any parameter was used determines all later ones.
@@ -463,6 +463,9 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
+  /// How the counts of a `backward_sum` travel; see counts_in_bucket.
+  enum class Counting { none, in_bucket, apart };
+
   void make_buckets(const BucketPlan& plan, bool only_adoptable = false) {
     buckets_.emplace(parameters_, plan, options_, Hook::predivides ? comm_.size() : 1, only_adoptable);
     works_.clear();
@@ -522,7 +525,7 @@ class BucketReduction {
     telling_own_error(
         comm_.size(),
         [&] {
-          buckets_->finish(b, weight_, !counts_);
+          buckets_->finish(b, weight_, counting_ == Counting::none);
           note_launch(b);
           watch(b, works_[b].emplace(hook_.start(comm_, bucket)));
         },
@@ -562,7 +565,7 @@ class BucketReduction {
 
   void launch_with_count(std::size_t b, double count) {
     if constexpr (std::same_as<Hook, AllReduceHook>) {
-      buckets_->finish(b, weight_, !counts_);
+      buckets_->finish(b, weight_, counting_ == Counting::none);
       note_launch(b);
       RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
       const at::Tensor& flat = buckets_->with_tail(b);
@@ -592,13 +595,13 @@ class BucketReduction {
   }
 
   void divide_by_counts() {
-    if (counts_in_bucket_) {
+    if (counting_ == Counting::in_bucket) {
       const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
       total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
     }
     // A total count of 0 makes every gradient zero, whatever the sums are.
     const bool nothing = total_count_ == 0;
-    if (counts_in_bucket_ || nothing)
+    if (counting_ == Counting::in_bucket || nothing)
       for (std::size_t b = 0; b < buckets_->size(); ++b)
         if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->multiply(b, mean_factor());
     for (ParameterEntry& parameter : parameters_)
@@ -655,8 +658,9 @@ class BucketReduction {
   std::size_t reductions_ = 0;
   std::int64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;
+  Counting counting_ = Counting::none;
   bool any_sparse_ = false;
-  bool begun_ = false, counts_ = false, counts_in_bucket_ = false, failed_ = false, asks_usage_ = false;
+  bool begun_ = false, failed_ = false, asks_usage_ = false;
   bool knows_skipped_ = false;
 };
 
