@@ -25,6 +25,7 @@
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/lockstep.hpp"
+#include "lockstep/train/captured_step.hpp"
 #include "models.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
 #include <c10/cuda/CUDAFunctions.h>

@@ -7,6 +7,8 @@
 #include "lockstep/interchange/run_state_dict.hpp"
 #include "lockstep/interchange/safetensors.hpp"
 #include "lockstep/lockstep.hpp"
+#include "lockstep/nn/activation_checkpoint.hpp"
+#include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/report/metrics_files.hpp"
 #include "lockstep/report/run_report.hpp"
 #include "lockstep/report/tensorboard.hpp"

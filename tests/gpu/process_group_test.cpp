@@ -14,6 +14,7 @@
 #include "lockstep/comm/nccl_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/lockstep.hpp"
+#include "lockstep/train/captured_step.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
