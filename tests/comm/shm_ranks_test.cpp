@@ -14,6 +14,8 @@
 
 #include "lockstep/comm/detail/shm_backend.hpp"
 #include "lockstep/comm/detail/shm_exchange.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
@@ -191,6 +193,46 @@ TEST_CASE("a wait on one communicator moves the others on, whichever a rank wait
   (one.rank() % 2 == 0 ? second : first).wait();
   CHECK(a[count - 1].item<float>() == static_cast<float>(one.size()));
   CHECK(b[0].item<float>() == static_cast<float>(one.size()));
+}
+
+TEST_CASE("a rank that has launched its part gives the others room while it waits for something else",
+          "[2+]") {
+  lockstep::ShmComm one{test_world()}, other{test_world()};
+  at::Tensor large =
+      at::full({40 << 20}, one.rank(), at::kFloat);  // 160 MiB, more than the root may have in flight
+  at::Tensor small = at::ones({3});
+  if (one.rank() == 0) {
+    one.broadcast(large, 0).wait();
+    other.all_reduce(small).wait();
+  } else {
+    auto broadcast = one.broadcast(large, 0);
+    other.all_reduce(small).wait();
+    broadcast.wait();
+  }
+  CHECK(small[2].item<float>() == static_cast<float>(one.size()));
+  CHECK(large[large.numel() - 1].item<float>() == 0);
+}
+
+TEST_CASE("reduce_scatter has the bits of Gloo's") {
+  lockstep::ShmComm shm{test_world()};
+  lockstep::GlooComm gloo{test_world()};
+  const auto backend = gloo_backend();
+  for (const std::int64_t count : {1, 1000, 300'001})
+    for (const auto type : {at::kFloat, at::kDouble, at::kHalf}) {
+      const at::Tensor rows = drawn(shm.size() * count, type).view({shm.size(), count});
+      at::Tensor expected = at::empty({count}, type), input = rows.view({-1});
+      lockstep::detail::reduce_scatter_single(*backend, expected, input, c10d::ReduceScatterOptions{})
+          ->wait();
+      const auto check = [&](auto& comm) {
+        at::Tensor row = at::empty({count}, type), apart = at::empty({count, 2}, type).select(1, 0);
+        comm.reduce_scatter(row, rows).wait();
+        CHECK(same_bits(row, expected));
+        comm.reduce_scatter(apart, rows).wait();
+        CHECK(same_bits(apart.contiguous(), expected));
+      };
+      check(shm);
+      check(gloo);
+    }
 }
 
 }  // namespace shm_ranks_test

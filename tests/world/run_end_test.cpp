@@ -197,7 +197,16 @@ class Starts : VirtualTime {
     if (kind == Fault::returns_code || (!mends && draw(0, 1) == 0))
       publish(rank.start, rank.connection,
               {.kind = Event::ended, .rank = rank.number, .failure = {.code = 3}});
-    host_of(rank).asked = kind == Fault::asked;
+    Host& host = host_of(rank);
+    host.asked = kind == Fault::asked;
+    for (Rank* other : host.alive)  // its other ranks are asked, too
+      if (host.asked && other != &rank && !std::exchange(other->told, true))
+        at(milliseconds(0, 30), [this, other, failure]() mutable {
+          if (!other->alive) return;
+          failure.rank = other->number;
+          if (other->connection != 0) publish(other->start, other->connection, {.failure = failure});
+          end(*other, failure);
+        });
     end(rank, failure);
   }
   // Over the connection of the rank, which keeps the order.

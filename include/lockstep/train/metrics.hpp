@@ -85,10 +85,10 @@ struct Total {
 };
 
 /// Accumulates means without synchronizing with the device at each of them. It reads the values when
-/// `total()` or `first_not_finite()` is called, or when 256 values are pending. Not thread-safe.
+/// `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
 class MeanMeter {
  public:
-  MeanMeter() { pending_.reserve(256); }
+  explicit MeanMeter(std::int64_t capacity = 256) { pending_.reserve(static_cast<std::size_t>(capacity)); }
 
   /// Adds `value`, one element, times `factor`: the number of samples if `value` is their mean. `step` is the
   /// number that `first_not_finite()` returns for this value.

@@ -41,24 +41,9 @@ inline c10d::ReduceOp native(const BackendGroup& group, ReduceOp op, const at::T
   return op == ReduceOp::avg && !group.averages() ? Native::SUM : ops[static_cast<int>(op)];
 }
 
-/// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last. An average is a sum that the
-/// caller divides.
-inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, ReduceOp op) {
-  at::NoGradGuard no_grad;
-  at::Tensor result = rows[0];
-  const bool logical = rows.scalar_type() == at::kBool;
-  for (std::int64_t i = 1; i < rows.size(0); ++i) {
-    const at::Tensor row = rows[i];
-    if (op == ReduceOp::min)
-      at::minimum_out(result, result, row);
-    else if (op == ReduceOp::max || (logical && op == ReduceOp::sum))
-      at::maximum_out(result, result, row);
-    else if (op == ReduceOp::product)
-      result.mul_(row);
-    else
-      result.add_(row);
-  }
-  output.detach().copy_(result.view(output.sizes()));
+inline auto start_all_reduce(c10d::Backend& backend, const at::Tensor& buffer, const c10d::ReduceOp& op) {
+  std::vector<at::Tensor> buffers{buffer};
+  return backend.allreduce(buffers, {.reduceOp = op});
 }
 
 /// The tensors of one dtype in a list, and the buffer [rows, ...] that is sent for them. Row r of the buffer
@@ -66,8 +51,9 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
 struct TensorBundle {
   c10::SmallVector<at::Tensor, 1> tensors;
   std::int64_t rows = 1;
-  at::Tensor buffer = {};    // the tensor itself if there is only one and it is contiguous
-  at::Tensor received = {};  // where defined, the rows [ranks, ...] of which the buffer will be the reduction
+  at::Tensor buffer = {};  // the tensor itself if there is only one and it is contiguous
+  at::Tensor received =
+      {};  // where defined, the reduced rows [ranks, ...] of all ranks, of which the buffer will be one
 
   [[nodiscard]] bool in_place() const { return buffer.is_same(tensors[0]); }
 
@@ -85,6 +71,10 @@ struct TensorBundle {
     std::int64_t length = 0;
     for (const at::Tensor& tensor : tensors) length += tensor.numel();
     buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
+  }
+
+  void take_row(std::int64_t rank) const {
+    buffer.detach().copy_(received.view({-1, buffer.numel()})[rank].view(buffer.sizes()));
   }
 
   void unpack() const {

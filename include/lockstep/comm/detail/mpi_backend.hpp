@@ -128,6 +128,7 @@ class MpiEngine {
   /// for, was started by the launcher of another one, or provides less than MPI_THREAD_SERIALIZED.
   LOCKSTEP_PROCESS_WIDE static MpiEngine& get() {
     static MpiEngine* const engine = new MpiEngine();  // never destroyed: a communicator may be static
+    if (!engine->refusal_.empty()) throw UsageError(engine->refusal_);
     if (engine->finalized_) throw UsageError(finalized_text);
     return *engine;
   }
@@ -248,7 +249,7 @@ class MpiEngine {
 
   MpiEngine() {
     char text[16384];  // the library loaded may be of another MPI, whose limit is larger
-    int length = 0, flag = 0, size = 0, key = 0;
+    int length = 0, flag = 0;
     MPI_Get_library_version(text, &length);
     check_mpi_library({text, static_cast<std::size_t>(length)});
     MPI_Finalized(&flag);
@@ -258,6 +259,14 @@ class MpiEngine {
       check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level_));
       on_exit([](int code, void* engine) { static_cast<MpiEngine*>(engine)->finalize(code); }, this);
     }
+    try {  // MPI_Finalize is called all the same
+      begin_use();
+    } catch (const std::exception& error) {
+      refusal_ = error.what();
+    }
+  }
+  void begin_use() {
+    int size = 0, key = 0;
     MPI_Query_thread(&level_);
     if (level_ < MPI_THREAD_SERIALIZED)
       throw UsageError(formatted(
@@ -406,6 +415,7 @@ class MpiEngine {
   }
 
   const pid_t owner_ = getpid();
+  std::string refusal_;  // why MPI, which was initialized here, cannot be used
   int level_ = MPI_THREAD_SINGLE;
   MPI_Datatype two_bytes_ = MPI_DATATYPE_NULL;
   const Ops ops_{MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};

@@ -79,9 +79,9 @@ void start_bundle(ProcessGroupWork& work, BackendGroup& group, const char* name,
   const int divisor = op == ReduceOp::avg && !group.averages() ? group.size() : 1;
   const bool done = divisor == 1 && bundle.in_place() && !bundle.received.defined();
   if (!wanted || done) return work.add(std::move(part));
-  auto finish = [bundle = std::move(bundle), divisor, op] {
+  auto finish = [bundle = std::move(bundle), divisor, rank = group.rank()] {
     const at::NoGradGuard no_grad;
-    if (bundle.received.defined()) combine_rows(bundle.buffer, bundle.received, *op);
+    if (bundle.received.defined()) bundle.take_row(rank);
     if (divisor > 1) bundle.buffer.detach().div_(divisor);
     bundle.unpack();
   };
@@ -121,9 +121,8 @@ ProcessGroupWork exchange(const std::shared_ptr<BackendGroup>& group, const char
     from[i].pack();
     to[i].allocate();
     const at::Tensor& input = from[i].buffer;
-    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in rank order.
-    if (op && group->on_host())
-      to[i].received = at::empty({group->size(), to[i].buffer.numel()}, input.options().requires_grad(false));
+    // Not every LibTorch version has a Gloo reduce_scatter. It is an all-reduce of all rows, whose bits are thus its.
+    if (op && group->on_host()) to[i].received = from[i].in_place() ? input.detach().clone() : input;
     const auto start_one = [&](c10d::Backend& backend, const at::Tensor& output) {
       return start(backend, output, input);
     };
@@ -190,8 +189,7 @@ LOCKSTEP_INLINE bool ProcessGroupComm::can_split() const {
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(at::TensorList tensors, ReduceOp op) {
   return detail::in_place(
       group(), "all_reduce", tensors, op, {}, [&](c10d::Backend& backend, const at::Tensor& buffer) {
-        std::vector<at::Tensor> buffers{buffer};
-        return backend.allreduce(buffers, {.reduceOp = detail::native(*group(), op, buffer)});
+        return detail::start_all_reduce(backend, buffer, detail::native(*group(), op, buffer));
       });
 }
 
@@ -223,7 +221,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce_scatter(at::Tens
     detail::check_tensor(group()->tensor_check(), "reduce_scatter", input, op);
   detail::check_pairs(group()->tensor_check(), "reduce_scatter", inputs, outputs, size());
   const auto start = [&](c10d::Backend& backend, const at::Tensor& row, const at::Tensor& rows) {
-    if (group()->on_host()) return detail::start_all_to_all(backend, row, rows);  // see exchange
+    if (group()->on_host()) return detail::start_all_reduce(backend, row, detail::native(*group(), op, row));
     at::Tensor output = row.detach().view({-1}), input = rows.detach().view({-1});
     const c10d::ReduceScatterOptions options{.reduceOp = detail::native(*group(), op, row)};
     return detail::reduce_scatter_single(backend, output, input, options);

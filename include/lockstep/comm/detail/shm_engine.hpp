@@ -273,7 +273,7 @@ class ShmEngine {
     for (const Operation& message : messages_)
       message->kind == Kind::send ? step_send(*message) : step_receive(*message);
     std::erase_if(messages_, [](const Operation& message) { return message->ended(); });
-    backlog_.store(launched_ < queue_.size() || !messages_.empty(), std::memory_order_relaxed);
+    backlog_.store(!queue_.empty() || !messages_.empty(), std::memory_order_relaxed);
   }
 
   void end(ShmOperation& operation, const std::exception_ptr& error = nullptr) {

@@ -186,6 +186,13 @@ class RunMembers {
     return found == meetings_.end() ? Meeting{} : meeting_of(found->second);
   }
   [[nodiscard]] Member& of(int rank) { return members_[rank]; }
+  /// Returns whether two ranks that have joined run on one host.
+  [[nodiscard]] bool share_host(int a, int b) const {
+    const auto one = members_.find(a), other = members_.find(b);
+    if (a == b || one == members_.end() || other == members_.end()) return a == b;
+    return one->second.identity && other->second.identity &&
+           one->second.identity->host == other->second.identity->host;
+  }
   /// Returns the exit code of a rank that has ended.
   [[nodiscard]] std::optional<int> exit_code(int rank) const {
     const auto known = members_.find(rank);

@@ -165,8 +165,9 @@ class RunState {
         return true;
       case Event::failed:
         host_failed_ = host_failed_ || !event.failure.host.empty();
-        // Its launcher knows that a rank was asked to end, whatever the rank itself has told.
-        if (failure_ && failure_->rank == event.failure.rank && event.failure.kind == FailureKind::stopped)
+        // The launcher of a host knows that its ranks were asked to end, whatever one of them has told.
+        if (failure_ && event.failure.kind == FailureKind::stopped &&
+            members_.share_host(failure_->rank, event.failure.rank))
           failure_->kind = FailureKind::stopped;
         if (failure_) return false;
         failure_ = event.failure;
