@@ -85,8 +85,8 @@ void test(const lockstep::World& world, ConvNet& model, Comm& comm, Loader& test
     size += images.size(0);
     correct += (outputs.argmax(1) == labels).sum();
   }
-  comm.reduce(size, 0).wait();
-  comm.reduce(correct, 0).wait();
+  comm.reduce(size, 0).synchronize();
+  comm.reduce(correct, 0).synchronize();
   if (world.rank() == 0)
     world.log.info("Accuracy is {:.2f}%",
                    100 * correct.template item<double>() / size.template item<double>());

@@ -97,7 +97,7 @@ class Trainer {
                    steps);
       loss += run_batch(batch.data, batch.target);
     }
-    comm_.all_reduce(loss, lockstep::ReduceOp::avg).wait();
+    comm_.all_reduce(loss, lockstep::ReduceOp::avg).synchronize();
     mean_loss_ = loss.template item<double>() / static_cast<double>(steps);
   }
 
