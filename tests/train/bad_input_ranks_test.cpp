@@ -348,7 +348,7 @@ TEST_CASE("a dataset or a share of no samples") {
     CHECK(trainer.fit(curve(1), squared_error).step == 1);
     if (world.size() == 1) continue;
     lockstep::TrainerOptions dropping = options;
-    dropping.drop_last = true;
+    dropping.drop_last = dropping.pad = true;
     lockstep::Trainer dropped{world, dropping, tanh_network(1, 3, 5)};
     CHECK_THROWS_AS(dropped.fit(curve(1), squared_error), lockstep::DataError);
   }
