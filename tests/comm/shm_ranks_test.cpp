@@ -202,10 +202,12 @@ TEST_CASE("a rank that has launched its part gives the others room while it wait
       at::full({40 << 20}, one.rank(), at::kFloat);  // 160 MiB, more than the root may have in flight
   at::Tensor small = at::ones({3});
   if (one.rank() == 0) {
+    for (int rank = 1; rank < one.size(); ++rank) other.recv(small, rank).wait();  // it has launched its part
     one.broadcast(large, 0).wait();
     other.all_reduce(small).wait();
   } else {
     auto broadcast = one.broadcast(large, 0);
+    other.send(small, 0).wait();
     other.all_reduce(small).wait();
     broadcast.wait();
   }
