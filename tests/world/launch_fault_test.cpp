@@ -198,21 +198,22 @@ TEST_CASE("launchers of two hosts start all ranks again together") {
 
 TEST_CASE("a host that is stopped is not waited for by restarts, nor one that starts no rank again",
           "[.release]") {
-  for (const bool interrupted : {true, false}) {
+  for (const std::string mode : {"waits for failure", "answers by a code", "killed"}) {
+    const bool interrupted = mode != "killed";
     const int port = free_port();
     Together launchers;
     for (int rank : {0, 2}) {
       auto variables = by_hand(rank, 4, port);
       variables["MASTER_ADDR"] = host_name();
       const auto most = interrupted || rank == 2 ? "3" : "0";
-      const auto mode = interrupted ? "waits for failure" : "killed";
       launchers.add({program, mode, "--nproc", "2", "--max-restarts", most}, variables);
     }
     for (auto& launcher : launchers.all) REQUIRE(launcher->wait_for_output(" of 4, local ", 20s));
     if (interrupted) launchers[1].signal(SIGTERM);
     const auto codes = launchers.wait(40s);
     INFO(launchers[0].error() << launchers[1].error());
-    CHECK(codes == std::vector<int>{1, interrupted ? 128 + SIGTERM : 128 + SIGKILL});
+    const int second = mode == "killed" ? 128 + SIGKILL : mode == "answers by a code" ? 7 : 128 + SIGTERM;
+    CHECK(codes == std::vector<int>{1, second});
     CHECK(count(launchers[0].error() + launchers[1].error(), "restart ") == 0);
     CHECK(count(launchers[1].error(), "the first host has not started its ranks again") ==
           (interrupted ? 0 : 1));
