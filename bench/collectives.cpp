@@ -18,6 +18,7 @@
 #include "lockstep/comm/detail/shm_memory.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
+#include "sizes.hpp"
 
 namespace {
 
@@ -49,7 +50,7 @@ template <class Comm>
 void all_reduces(const lockstep::World& world, const char* system, std::size_t smallest,
                  std::size_t largest) {
   Comm comm{world};
-  for (std::size_t bytes = smallest; bytes <= largest; bytes *= 4) {
+  for (std::size_t bytes = smallest; bytes <= largest; bytes = size_after(bytes)) {
     at::Tensor tensor = at::zeros({static_cast<std::int64_t>(bytes / 4)});
     const double seconds = seconds_of(
         [&](int calls) {
@@ -96,7 +97,7 @@ double ping(bool sleeps) {
 void machine() {
   say("ping over a flag", 0, ping(false));
   say("ping over a futex", 0, ping(true));
-  for (std::size_t bytes = 4096; bytes <= std::size_t{64} << 20; bytes *= 4) {
+  for (std::size_t bytes = 4096; bytes <= std::size_t{64} << 20; bytes = size_after(bytes)) {
     std::vector<char> from(bytes, 1), to(bytes);
     const double seconds = seconds_of(
         [&](int calls) {

@@ -7,13 +7,15 @@
 #include <cstdlib>
 #include <vector>
 
+#include "sizes.hpp"
+
 int main(int argc, char** argv) {
   MPI_Init(&argc, &argv);
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   const std::size_t smallest = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 4,
                     largest = argc > 2 ? std::strtoul(argv[2], nullptr, 10) : std::size_t{64} << 20;
-  for (std::size_t bytes = smallest; bytes <= largest; bytes *= 4) {
+  for (std::size_t bytes = smallest; bytes <= largest; bytes = size_after(bytes)) {
     std::vector<float> data(bytes / 4);
     const int calls =
         static_cast<int>(std::clamp<std::size_t>((std::size_t{64} << 20) / (bytes + 65536), 3, 500));
