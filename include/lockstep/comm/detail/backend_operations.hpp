@@ -51,9 +51,8 @@ inline auto start_all_reduce(c10d::Backend& backend, const at::Tensor& buffer, c
 struct TensorBundle {
   c10::SmallVector<at::Tensor, 1> tensors;
   std::int64_t rows = 1;
-  at::Tensor buffer = {};  // the tensor itself if there is only one and it is contiguous
-  at::Tensor received =
-      {};  // where defined, the reduced rows [ranks, ...] of all ranks, of which the buffer will be one
+  at::Tensor buffer = {};    // the tensor itself if there is only one and it is contiguous
+  at::Tensor received = {};  // where defined, the reduced rows of all ranks, of which one goes to the buffer
 
   [[nodiscard]] bool in_place() const { return buffer.is_same(tensors[0]); }
 

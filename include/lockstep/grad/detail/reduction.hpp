@@ -28,8 +28,8 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/detail/bytes.hpp"
+#include "lockstep/detail/capture_scope.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/ddp_options.hpp"
