@@ -79,15 +79,19 @@ class LiveReducer {
     const std::lock_guard lock(of_process().mutex);
     const LiveReducer *last = nullptr, *accumulates = nullptr;
     std::size_t holders = 0;
+    std::uint64_t latest = 0;
     for (const LiveReducer* holder : of_process().live) {
       if (!holder->parameters_.contains(parameter.tensor.unsafeGetTensorImpl())) continue;
       if (holder->running) return false;
       ++holders;
-      if (!last || holder->forward_ > last->forward_) last = holder;
+      if (const std::uint64_t forward = holder->forward_; !last || forward > latest) {
+        last = holder;
+        latest = forward;
+      }
       if (holder->no_sync_depth > 0) accumulates = holder;
     }
     if (holders == 1) return true;
-    if (last->forward_ > 0) return last == this;
+    if (latest > 0) return last == this;
     if (accumulates) return accumulates == this;
     throw GradientError(detail::formatted(
         "a backward reached parameter '{}', which {} live DistributedDataParallel objects hold, and none of "
