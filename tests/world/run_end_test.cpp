@@ -262,8 +262,7 @@ class Starts : VirtualTime {
     const bool more = !alone && host.start < most_ && !host.asked;
     if (more) own.again = 23s;
     if (hosting) return follow(host, own, std::make_shared<RunEnd>(own, now_));
-    const bool asks = own.well || (own.failure && own.failure->kind == FailureKind::consequence);
-    if (!more || !asks) return decide(host, own, RunEnd(own, now_));
+    if (!more || !own.asks()) return decide(host, own, RunEnd(own, now_));
     greet(host.start, [this, &host, own](std::optional<StoreStatus> status) {
       OwnEnd known = own;
       if (status == StoreStatus::done) return follow(host, own, std::make_shared<RunEnd>(own, now_));

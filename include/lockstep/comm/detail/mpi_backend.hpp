@@ -415,7 +415,7 @@ class MpiEngine {
   }
 
   const pid_t owner_ = getpid();
-  std::string refusal_;  // why MPI, which was initialized here, cannot be used
+  std::string refusal_;  // why MPI cannot be used, which get() throws
   int level_ = MPI_THREAD_SINGLE;
   MPI_Datatype two_bytes_ = MPI_DATATYPE_NULL;
   const Ops ops_{MPI_SUM, MPI_PROD, MPI_MIN, MPI_MAX};

@@ -21,8 +21,7 @@ inline void check_tail(bool drop_last, bool pad) {
   if (drop_last && !pad)
     throw UsageError(
         "drop_last is true and pad is false: of the samples that do not fill all ranks, drop the last "
-        "(drop_last = true), or "
-        "give each to one rank (pad = false)");
+        "(drop_last = true), or give each to one rank (pad = false)");
 }
 
 }  // namespace lockstep::detail

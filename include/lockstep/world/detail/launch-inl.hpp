@@ -123,8 +123,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
                .size = alone ? 0 : env.size,
                .is_read = !alone && place.max_restarts > 0};
     if (more) own.again = limit;
-    const bool asks = own.well || (own.failure && own.failure->kind == FailureKind::consequence);
-    if (more && !hosting && asks) try {
+    if (more && !hosting && own.asks()) try {
         store = std::make_shared<StoreConnection>(endpoint, last_request_timeout);
       } catch (const LateStart& late) {  // the others have been started again meanwhile
         own.failure = late.failure();

@@ -52,6 +52,9 @@ struct OwnEnd {
   bool is_read = false;
   /// Where this one may: how long it waits until the others see that they must.
   std::optional<Milliseconds> again = std::nullopt;
+
+  /// Returns whether the run's first failure is not known from these ends.
+  [[nodiscard]] bool asks() const { return well || (failure && failure->kind == FailureKind::consequence); }
 };
 
 /// How long a process outlives its ranks, and what it learns meanwhile of the others. Without a clock or a socket: the time is
