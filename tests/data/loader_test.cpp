@@ -27,13 +27,15 @@ TensorDataset counting(std::int64_t length) {
   return {torch::arange(length).to(torch::kFloat).view({length, 1}).repeat({1, 3}), torch::arange(length)};
 }
 
+std::vector<std::int64_t> values_of(const Example& batch) {
+  const auto* targets = batch.target.data_ptr<std::int64_t>();
+  return {targets, targets + batch.target.size(0)};
+}
+
 template <class Loader>
 std::vector<std::vector<std::int64_t>> pass(Loader& loader) {
   std::vector<std::vector<std::int64_t>> batches;
-  for (auto& batch : loader) {
-    const auto* targets = batch.target.template data_ptr<std::int64_t>();
-    batches.emplace_back(targets, targets + batch.target.size(0));
-  }
+  for (auto& batch : loader) batches.push_back(values_of(batch));
   return batches;
 }
 
@@ -177,6 +179,25 @@ TEST_CASE("each pass is another epoch, set or not") {
       kept.set_epoch(e);
       CHECK(pass(from_kept) == epoch(e));
     }
+  }
+  SECTION("set during a pass, for the next one") {
+    DataLoader small{counting(30), DistributedSampler{30, 0, 1, {}}, {.batch_size = 7}};
+    std::vector<std::vector<std::int64_t>> given;
+    for (auto& batch : small) {
+      small.set_epoch(4);
+      given.push_back(values_of(batch));
+    }
+    DataLoader twin{counting(30), DistributedSampler{30, 0, 1, {}}, {.batch_size = 7}};
+    CHECK(given == pass(twin));
+    twin.set_epoch(4);
+    CHECK(pass(small) == pass(twin));
+    for (auto& batch : small) {
+      static_cast<void>(batch);
+      small.set_epoch(9);
+    }
+    small.set_epoch(2);  // the last call holds
+    twin.set_epoch(2);
+    CHECK(pass(small) == pass(twin));
   }
   SECTION("set before the loader was made") {
     DistributedSampler early{30, 0, 1, {}};
@@ -350,6 +371,39 @@ TEST_CASE("what workers have read ahead does not count as given") {
     for (auto& batch : rest) CHECK(torch::equal(batch.data, batches.at(at++)));
     CHECK(at == batches.size());
   }
+}
+
+TEST_CASE("a random sampler with a generator goes on as if it had not been saved, wherever that was") {
+  const auto make = [](std::int64_t workers) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+    return DataLoader{counting(40),
+                      lockstep::RandomSampler{40, {.generator = generator}},
+                      {.batch_size = 12, .num_workers = workers}};
+  };
+  for (const std::int64_t workers : {0, 2})
+    for (const std::size_t given : {12, 36, 40}) {
+      CAPTURE(workers, given);
+      auto whole = make(workers);
+      pass(whole);
+      std::string saved;
+      std::size_t seen = 0;
+      std::vector<std::vector<std::int64_t>> rest;
+      for (auto it = whole.begin(); it != std::default_sentinel; ++it) {
+        if (!saved.empty()) rest.push_back(values_of(*it));
+        seen += values_of(*it).size();
+        if (seen != given) continue;
+        torch::serialize::OutputArchive out;
+        whole.save(out, given);
+        std::stringstream stream;
+        out.save_to(stream);
+        saved = stream.str();
+      }
+      auto resumed = make(0);
+      load(resumed.sampler(), saved);
+      CHECK(pass(resumed) == rest);
+      CHECK(resumed.epoch() == whole.epoch());
+      CHECK(pass(resumed) == pass(whole));
+    }
 }
 
 TEST_CASE("bytes become floats by a batch transform") {

@@ -73,6 +73,7 @@ TEST_CASE("a saved position outside of the pass, or a state that is none, is ref
   const auto forged = [&](std::int64_t position, const at::Tensor& state) {
     torch::serialize::OutputArchive archive;
     archive.write("length", c10::IValue(std::int64_t{8}));
+    for (const char* none : {"epoch", "ended"}) archive.write(none, c10::IValue(std::int64_t{0}));
     archive.write("position", c10::IValue(position));
     archive.write("drawn", c10::IValue(std::int64_t{1}));
     archive.write("state", state, /*is_buffer=*/true);

@@ -198,7 +198,7 @@ class Prefetcher {
 template <Sampler S>
 class CountedSampler {
  public:
-  static constexpr bool draws_base_seed = false;
+  [[nodiscard]] static bool draws_base_seed() { return false; }
 
   explicit CountedSampler(S sampler) : sampler_(std::move(sampler)) {}
 
@@ -317,7 +317,7 @@ class DataLoader {
       throw UsageError("a pass over this DataLoader is already running: end that loop first");
     if (sampler_.begun()) sampler_.set_epoch(sampler_.pass_epoch() + (options_.advance_epoch ? 1 : 0));
     // A resumed pass drew its base seed when it was started.
-    if (!SamplerWithPosition::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
+    if (!sampler_.draws_base_seed() && options_.draw_base_seed && !sampler_.resumes())
       at::empty({}, at::kLong).random_();
     start_.reset();  // frees the order of the last pass
     sampler_.reset();
@@ -338,7 +338,12 @@ class DataLoader {
   }
 
   /// Sets the epoch of the next pass.
-  void set_epoch(std::size_t epoch) { sampler_.set_epoch(epoch); }
+  void set_epoch(std::size_t epoch) {
+    if (pass_under_way_)
+      next_epoch_ = epoch;  // the sampler would begin it at once
+    else
+      sampler_.set_epoch(epoch);
+  }
   /// Returns the epoch of the current pass, or the sampler's epoch before the first pass.
   [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
 
@@ -452,6 +457,7 @@ class DataLoader {
   SamplerWithPosition sampler_;
   LoaderOptions options_;
   std::optional<SamplerWithPosition> start_;  // the sampler at the start of the last pass
+  std::optional<std::size_t> next_epoch_;     // that was set during the pass
   bool pass_under_way_ = false;
 };
 
@@ -508,6 +514,7 @@ class DataLoader<D, S>::Iterator {
 
   void advance() {
     batch_.reset();  // frees its memory for the next batch
+    if (!loader_) return;
     try {
       if (prefetcher_) {
         batch_ = prefetcher_->next();
@@ -528,7 +535,9 @@ class DataLoader<D, S>::Iterator {
     if (prefetcher_ && !prefetcher_->runs_here()) static_cast<void>(prefetcher_.release());
     prefetcher_.reset();  // joins the workers
     if (!loader_) return;
-    loader_->pass_under_way_ = false;
+    DataLoader& loader = *std::exchange(loader_, nullptr);
+    loader.pass_under_way_ = false;
+    if (const auto epoch = std::exchange(loader.next_epoch_, std::nullopt)) loader.sampler_.set_epoch(*epoch);
     detail::drawn_batch = outer_;
   }
 

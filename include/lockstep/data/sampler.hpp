@@ -61,7 +61,7 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
 ///    copy. False in a copy. A DataLoader advances the epoch before a further pass over a begun epoch.
 /// 4. `resumes()` returns whether the next `reset()` resumes a loaded pass.
 /// 5. `rank()` returns the zero-based rank from which a DataLoader's transforms draw by default.
-/// 6. `draws_base_seed` is true if `reset()` makes the draw of LoaderOptions::draw_base_seed itself.
+/// 6. `draws_base_seed()` is true if `reset()` makes the draw of LoaderOptions::draw_base_seed itself.
 template <class S>
 concept ResumableSampler = Sampler<S> && requires(S& sampler, const S& view, std::size_t n) {
   sampler.skip(n);
@@ -70,7 +70,7 @@ concept ResumableSampler = Sampler<S> && requires(S& sampler, const S& view, std
   { view.begun() } -> std::convertible_to<bool>;
   { view.resumes() } -> std::convertible_to<bool>;
   { view.rank() } -> std::convertible_to<int>;
-  { S::draws_base_seed } -> std::convertible_to<bool>;
+  { view.draws_base_seed() } -> std::convertible_to<bool>;
 };
 
 /// A Sampler that knows the sample count of every rank, so that ranks with unequal counts can be weighted
@@ -200,7 +200,7 @@ inline void check_rank(const char* sampler, int rank, int world_size) {
 /// The epoch and the position of a pass, which lockstep's samplers have in common.
 class PassSampler : public torch::data::samplers::Sampler<> {
  public:
-  static constexpr bool draws_base_seed = false;
+  [[nodiscard]] static bool draws_base_seed() { return false; }
 
   /// Has no effect on the order, which is the same in every epoch or follows from a generator.
   void set_epoch(std::size_t epoch) {
@@ -267,6 +267,10 @@ class PassSampler : public torch::data::samplers::Sampler<> {
     skipped_ = static_cast<std::size_t>(skipped);
     resumed_ = true;
   }
+  void enter(std::int64_t epoch) {
+    epoch_.set(static_cast<std::size_t>(epoch));
+    epoch_.enter();
+  }
   static void write_count(torch::serialize::OutputArchive& archive, const char* key, std::size_t value) {
     archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
   }
@@ -286,6 +290,9 @@ class PassSampler : public torch::data::samplers::Sampler<> {
 /// resume the epoch: no sample is lost or seen twice.
 class StridedSampler : public PassSampler {
  public:
+  /// Every rank resumes from rank 0's archive: it alone counts the last samples that only some ranks have.
+  static constexpr bool resumes_from_rank_zero = true;
+
   /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
   /// the epoch at once, unless it resumes a loaded one.
   void set_epoch(std::size_t epoch) {
@@ -322,8 +329,7 @@ class StridedSampler : public PassSampler {
   [[nodiscard]] int world_size() const { return world_size_; }
   [[nodiscard]] const SamplerOptions& options() const { return options_; }
 
-  /// Writes the epoch and the position: keep rank 0's archive. Without `pad`, a rank with one sample less does
-  /// not count the last samples of the other ranks.
+  /// Writes the epoch and the position.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);
     write_count(archive, "seed", options_.seed);
@@ -342,10 +348,9 @@ class StridedSampler : public PassSampler {
     expect_saved("shuffle", read_count(archive, "shuffle"), options_.shuffle);
     expect_saved("drop_last", read_count(archive, "drop_last"), options_.drop_last);
     expect_saved("pad", read_count(archive, "pad"), options_.pad);
-    const auto epoch = static_cast<std::size_t>(read_count(archive, "epoch"));
+    const std::int64_t epoch = read_count(archive, "epoch");
     resume(read_count(archive, "consumed"), length_);
-    epoch_.set(epoch);
-    epoch_.enter();
+    enter(epoch);
   }
 
  protected:
@@ -472,6 +477,9 @@ class DistributedSampler : public detail::StridedSampler {
 /// of a metric once, at the end: a collective in each step would hang.
 class EvaluationSampler : public detail::PassSampler {
  public:
+  /// Every rank resumes from rank 0's archive.
+  static constexpr bool resumes_from_rank_zero = true;
+
   /// Throws UsageError unless 0 <= rank < world_size.
   EvaluationSampler(std::size_t length, int rank, int world_size)
       : PassSampler(length),
@@ -501,6 +509,7 @@ class EvaluationSampler : public detail::PassSampler {
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);
     write_count(archive, "world_size", world_size_);
+    write_count(archive, "epoch", epoch_.pass());
     write_count(archive, "position", position());
   }
 
@@ -509,8 +518,10 @@ class EvaluationSampler : public detail::PassSampler {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
                          static_cast<std::int64_t>(world_size_));
+    const std::int64_t epoch = detail::read_count(archive, "epoch");
     // Rank 0's position, which may be one more than this rank's block holds.
     resume(detail::read_count(archive, "position"), block_size(0));
+    enter(epoch);
   }
 
  protected:
@@ -531,7 +542,8 @@ struct RandomSamplerOptions {
   /// Generator to draw from, as in Python's DataLoader(generator=g). Undefined means the default generator,
   /// which `torch::manual_seed` seeds.
   at::Generator generator = {};
-  /// Draw a number before each pass, as a DataLoader does. False gives the order of Python's bare RandomSampler.
+  /// Draw a number from `generator` before each pass, as Python's DataLoader(generator=g) does. False gives the order of
+  /// Python's bare RandomSampler; a DataLoader then draws from the default generator itself, as Python's does.
   bool draw_base_seed = true;
 };
 
@@ -546,8 +558,8 @@ struct RandomSamplerOptions {
 /// Counterpart: torch.utils.data.RandomSampler.
 class RandomSampler : public detail::PassSampler {
  public:
-  /// Tells DataLoader that this sampler draws the base seed.
-  static constexpr bool draws_base_seed = true;
+  /// Tells a DataLoader whether this sampler draws the base seed in its place.
+  [[nodiscard]] bool draws_base_seed() const { return options_.draw_base_seed; }
 
   /// Throws DataError if the dataset is empty, as Python does.
   explicit RandomSampler(std::size_t length, RandomSamplerOptions options = {})
@@ -573,11 +585,23 @@ class RandomSampler : public detail::PassSampler {
   /// Writes the generator state of this pass and the position. To resume, also restore the default generator.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);
+    write_count(archive, "epoch", epoch_.pass());
     write_count(archive, "position", position());
     write_count(archive, "drawn", order_.defined());
+    write_count(archive, "ended", ended_);
     if (order_.defined()) archive.write("state", state_, /*is_buffer=*/true);
-    if (options_.generator.defined())
-      archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
+    if (!options_.generator.defined()) return;
+    at::Tensor state = options_.generator.get_state();
+    if (order_.defined()) {  // a copy that has read ahead may have made the draw at the end of the pass
+      at::Generator here = at::detail::createCPUGenerator();
+      here.set_state(state_);
+      permute(here);
+      const at::Tensor inside = here.get_state();
+      permute(here);
+      const at::Tensor at_end = here.get_state();
+      if (state.equal(inside) || state.equal(at_end)) state = ended_ ? at_end : inside;
+    }
+    archive.write("generator", state, /*is_buffer=*/true);
   }
 
   /// Throws CheckpointError if the saved length differs, or only one sampler has a generator of its own.
@@ -590,6 +614,8 @@ class RandomSampler : public detail::PassSampler {
           detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}: set "
                             "RandomSamplerOptions::generator in both or in neither",
                             own ? "its own" : "the default", own ? "the default" : "its own"));
+    const bool ended = detail::read_count(archive, "ended") != 0;
+    const std::int64_t epoch = detail::read_count(archive, "epoch");
     at::Tensor state, order;
     try {
       at::Generator again = at::detail::createCPUGenerator();
@@ -608,7 +634,8 @@ class RandomSampler : public detail::PassSampler {
       begin();
     state_ = state;
     order_ = order;
-    ended_ = skipped_ == length_;
+    ended_ = ended;
+    enter(epoch);
     if (own) options_.generator.set_state(now);
   }
 
