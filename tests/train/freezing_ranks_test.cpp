@@ -101,6 +101,7 @@ TEST_CASE("a checkpoint with other frozen parameters that cannot be loaded leave
   freeze(net, false);  // and a wrapper that does not know it
   saving.ddp() = std::remove_reference_t<decltype(saving.ddp())>(saving.model(), saving.comm());
   saving.ddp().backward(saving.model()->forward(torch::ones({1, 3}, torch::kDouble)).sum());
+  freeze(net, true);
   saving.save_checkpoint(folder / "run.pt");
 
   auto small = options();

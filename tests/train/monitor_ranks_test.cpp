@@ -182,6 +182,20 @@ TEST_CASE("options of callbacks that make no sense are refused before the first 
   CHECK(trainer->step() == 0);
 }
 
+TEST_CASE("a monitor that one rank does not have ends fit on every rank", "[2+]") {
+  auto trainer = make_trainer(1);
+  lockstep::EarlyStopping stopping{.monitor = scripted({1})};
+  if (test_world().rank() == 1) stopping.monitor = nullptr;
+  try {
+    trainer->fit(samples(), cross_entropy_of, stopping);
+    FAIL("it has not thrown");
+  } catch (const lockstep::UsageError&) {
+    CHECK(test_world().rank() == 1);
+  } catch (const lockstep::CommunicationError&) {
+    CHECK(test_world().rank() != 1);
+  }
+}
+
 TEST_CASE("BestCheckpoint writes the model of the best epoch") {
   CommonFolder folder(test_world());
   auto trainer = make_trainer(6);

@@ -328,6 +328,43 @@ TEST_CASE("a schedule multiplies the optimizer's rate") {
   CHECK(rates == std::vector<double>{0.5, 0.5, 0.25, 0.5 / 3});
 }
 
+TEST_CASE("a group that is added to the optimizer follows the schedule from the next epoch on") {
+  std::vector<double> rates;
+  auto trainer =
+      local({.epochs = 3, .batch_size = 32}, TinyNet(),
+            lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>& parameters) {
+              return torch::optim::SGD(parameters, 0.1);
+            }},
+            lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t) { return epoch < 2 ? 1.0 : 0.5; }});
+  const torch::Tensor more = torch::ones({2}, torch::requires_grad());
+  trainer.fit(
+      three_classes(64), loss, lockstep::OnStep{[&](const auto& step) {
+        if (step.step == 0)
+          trainer.optimizer().add_param_group({{more}, std::make_unique<torch::optim::SGDOptions>(0.25)});
+        rates.push_back(trainer.optimizer().param_groups().back().options().get_lr());
+      }});
+  CHECK(rates == std::vector<double>{0.25, 0.25, 0.25, 0.25, 0.125, 0.125});
+}
+
+TEST_CASE("a run whose optimizer was given a group goes on with the group's rate") {
+  const TemporaryFolder folder;
+  const auto train = [&](bool resumes) {
+    auto trainer = local({.epochs = 1, .batch_size = 32}, TinyNet(),
+                         lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>& parameters) {
+                           return torch::optim::SGD(parameters, 0.1);
+                         }},
+                         lockstep::RateSchedule{[](std::int64_t, std::int64_t) { return 0.5; }});
+    trainer.optimizer().add_param_group(
+        {{torch::ones({2}, torch::requires_grad())}, std::make_unique<torch::optim::SGDOptions>(0.25)});
+    if (resumes) trainer.load_checkpoint(folder / "run");
+    trainer.fit(three_classes(64), loss);
+    trainer.save_checkpoint(folder / "run");
+    return trainer.optimizer().param_groups().back().options().get_lr();
+  };
+  CHECK(train(false) == 0.125);
+  CHECK(train(true) == 0.125);
+}
+
 TEST_CASE("policies are told apart by their concepts, in any order") {
   const lockstep::TrainerOptions options{.steps = 3, .seed = 9};
   const auto schedule = lockstep::RateSchedule{[](std::int64_t, std::int64_t) { return 0.5; }};

@@ -149,8 +149,15 @@ struct RankState {
 /// ranks, each saved loss is added on one rank, and additional ranks keep their generators.
 inline RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
   const auto own = static_cast<std::size_t>(rank);
-  if (saved.size() == static_cast<std::size_t>(size)) return saved[own];
   RankState state;
+  if (saved.size() == static_cast<std::size_t>(size)) {
+    state = saved[own];
+    c10::IValue of_all;
+    if (const std::string& position = saved[0].data_position;
+        !position.empty() && archive_of(position).try_read("from_rank_zero", of_all))
+      state.data_position = position;
+    return state;
+  }
   for (std::size_t i = own; i < saved.size(); i += static_cast<std::size_t>(size)) {
     state.loss += saved[i].loss;
     state.parts.resize(std::max(state.parts.size(), saved[i].parts.size()));

@@ -84,8 +84,8 @@ struct Total {
   [[nodiscard]] double mean() const { return sum / count; }
 };
 
-/// Accumulates means without synchronizing with the device at each of them. It reads the values when
-/// `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
+/// Accumulates means without synchronizing with the device at each of them. It reads values of the host at once, and those
+/// of a device when `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
 class MeanMeter {
  public:
   explicit MeanMeter(std::int64_t capacity = 256) { pending_.reserve(static_cast<std::size_t>(capacity)); }
@@ -93,9 +93,13 @@ class MeanMeter {
   /// Adds `value`, one element, times `factor`: the number of samples if `value` is their mean. `step` is the
   /// number that `first_not_finite()` returns for this value.
   void add(const at::Tensor& value, double factor, double count, std::int64_t step = 0) {
+    if (count == 0) return;
+    if (value.is_cpu()) return take(detail::host_value(value), factor, count, step);
     if (pending_.size() == pending_.capacity()) read();
-    // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no operator.
-    pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
+    // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no operator. What no
+    // graph has computed, such as a parameter or a metric's buffer, may change before it is read.
+    const bool computed = value.requires_grad() && !value.is_leaf();
+    pending_.push_back({computed ? value.variable_data() : value.detach().clone(), factor, count, step});
   }
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }  ///< Its sum may be on any device.
   void add(const Total& total) { total_ += total; }             ///< Of the host.
@@ -122,13 +126,13 @@ class MeanMeter {
   };
 
   void read() {
-    for (const auto& [value, factor, count, step] : pending_) {
-      if (count == 0) continue;
-      const double number = detail::host_value(value);
-      if (!std::isfinite(number) && !first_not_finite_) first_not_finite_ = step;
-      total_ += {number * factor, count};
-    }
+    for (const auto& [value, factor, count, step] : pending_)
+      take(detail::host_value(value), factor, count, step);
     pending_.clear();
+  }
+  void take(double number, double factor, double count, std::int64_t step) {
+    if (!std::isfinite(number) && !first_not_finite_) first_not_finite_ = step;
+    total_ += {number * factor, count};
   }
 
   Total total_;

@@ -35,10 +35,10 @@ inline const char* text_of(MonitorMode mode) {
   return mode == MonitorMode::min ? "min" : "max";
 }
 
-/// Throws UsageError, on every rank, unless `monitor` has a function.
+/// Throws UsageError unless `monitor` has a function.
 inline void require_monitor(const Monitor& monitor, const std::string& owner) {
   if (!monitor)
-    throw CollectiveError<UsageError>(formatted(
+    throw UsageError(formatted(
         "{} has no monitor: give it a function of the EpochReport that returns the value to compare", owner));
 }
 
@@ -130,10 +130,10 @@ struct EarlyStopping {
   FitAction on_epoch_start(const EpochPlan& plan, C& comm) const {
     detail::require_monitor(monitor, "EarlyStopping");
     if (patience < 0)
-      throw detail::CollectiveError<UsageError>(
+      throw UsageError(
           detail::formatted("EarlyStopping: a patience of {}: give a number of epochs, 0 or more", patience));
     if (!(min_delta >= 0))
-      throw detail::CollectiveError<UsageError>(
+      throw UsageError(
           detail::formatted("EarlyStopping: a min_delta of {}: give a number, 0 or more", min_delta));
     if (!state.stopped) return FitAction::proceed;
     detail::log_of(comm).info("EarlyStopping has stopped this run before epoch {}", plan.epoch + 1);
@@ -200,7 +200,7 @@ struct BestCheckpoint {
   void on_epoch_start(const EpochPlan&) const {
     detail::require_monitor(monitor, "BestCheckpoint");
     if (!write)
-      throw detail::CollectiveError<UsageError>(
+      throw UsageError(
           "BestCheckpoint has no write: give it a function that calls Trainer::save or save_checkpoint");
   }
 

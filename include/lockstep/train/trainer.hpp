@@ -105,14 +105,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Writes a checkpoint from which training resumes bitwise: model, optimizer, state of the communication
   /// hook, generators, data position and `parts`. The file is written atomically. Collective. Every rank returns
   /// once the file is written, or throws CheckpointError. Throws UsageError inside a step, and the error of
-  /// DistributedDataParallel::synchronize, so that no NaN of a failed backward is saved.
+  /// DistributedDataParallel::synchronize, so that no NaN of a failed backward is saved. Between epochs, parameters that
+  /// were frozen or unfrozen since take effect, as at the start of an epoch, with its errors.
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     const detail::CallScope scope("Trainer::save_checkpoint");
     prepare_save("save_checkpoint", "OnStep or OnEpoch");
+    if (position_.step_in_epoch == 0) follow_requires_grad();
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
-      if (save_data_position_) position_.skipped = skipped_.count();
+      if (save_data_position_ && !resumed_) position_.skipped = skipped_.count();
       return own_state(run, !options_.ddp.syncs_buffers(), meter_, parts_, save_data_position_, resumed_);
     });
   }
@@ -182,9 +184,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     position_.batch_size = options_.batch_size;
     position_.accumulate = options_.accumulate;
     position_.frozen = frozen();
-    if constexpr (Types::has(detail::PolicyKind::schedule))
-      for (const auto& group : optimizer_->param_groups())
-        position_.rates.push_back(group.options().get_lr());
+    follow_groups();
     watch_gradients();
     at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
   }
@@ -211,6 +211,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <class... Parts>
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_inside_fit(name);
+    follow_groups();
     std::optional<detail::RankState> read = read_checkpoint(
         checkpointed_run(parts...), path, required, [&](const std::vector<std::int64_t>& indices) {
           for (std::int64_t i = 0; const NamedTensor& parameter : ddp_.named_parameters())
@@ -255,6 +256,15 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         ddp_ = typename Kept::Ddp(model_.get(), comm_, options);
       watch_gradients();
       position_.frozen = std::move(now);
+    }
+  }
+
+  // Takes the rates of groups that were added to the optimizer since.
+  void follow_groups() {
+    if constexpr (Types::has(detail::PolicyKind::schedule)) {
+      const auto& groups = optimizer_->param_groups();
+      while (position_.rates.size() < groups.size())
+        position_.rates.push_back(groups[position_.rates.size()].options().get_lr());
     }
   }
 
@@ -320,22 +330,25 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       position_.first_step = position_.step;
     }
     const detail::RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
-    detail::RankState so_far = std::exchange(resumed_, std::nullopt).value_or(detail::RankState{});
-    const detail::Fitting fitting(position_, save_data_position_,
+    skipped_ = detail::SkippedSteps(position_.skipped);
+    const detail::Fitting fitting(position_, save_data_position_, resumed_,
                                   [&source](auto& archive) { source.save(archive); });
     EpochReport report{.epoch = position_.epoch,
                        .step = position_.step,
                        .loss = std::numeric_limits<double>::quiet_NaN(),
                        .seconds = 0};
-    while (!length.reached(position_.epoch, position_.step)) {
+    const auto inside_epoch = [&] { return resumed_ && !resumed_->data_position.empty(); };
+    while (!length.reached(position_.epoch, position_.step) ||
+           (inside_epoch() && length.ends_at(position_.step))) {
       EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
-      plan.resumed = !so_far.data_position.empty();
+      plan.resumed = inside_epoch();
       if (notify_all(plan, callbacks...)) break;
       follow_requires_grad();
+      follow_groups();
       ddp_.record_completions((ProfileCallback<Callbacks> || ...));
       const std::int64_t before = position_.step - position_.step_in_epoch;
       bool stopped = false;
-      report = run_epoch(source, plan, std::exchange(so_far, {}), stopped, loss, callbacks...);
+      report = run_epoch(source, plan, stopped, loss, callbacks...);
       if (report.step == before)
         throw DataError(
             "the stream gave no rank a batch to train on: give at least one rank a batch per epoch");
@@ -347,8 +360,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   template <class Source, class Loss, class... Callbacks>
-  EpochReport run_epoch(Source& source, const EpochPlan& plan, const detail::RankState& so_far, bool& stopped,
-                        Loss& loss, Callbacks&... callbacks) {
+  EpochReport run_epoch(Source& source, const EpochPlan& plan, bool& stopped, Loss& loss,
+                        Callbacks&... callbacks) {
     const auto begin = std::chrono::steady_clock::now();
     std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
@@ -356,6 +369,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
                       {.title = detail::formatted("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     detail::aborting(comm_, [&] { source.begin_epoch(plan.epoch); });
+    const auto so_far = std::exchange(resumed_, std::nullopt).value_or(detail::RankState{});
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far.loss);
@@ -397,7 +411,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     ++position_.epoch;
     done = 0;
     const std::int64_t skipped = skipped_.count();
-    position_.skipped = 0;
+    skipped_ = detail::SkippedSteps(position_.skipped = 0);
     std::vector<Total> totals{meter_.total()};
     for (auto& [name, part] : parts_) totals.push_back(part.total());
     sum_over_ranks(std::span(totals), comm_);
@@ -507,7 +521,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   MeanMeter meter_;  // of the running epoch
   detail::NamedMeters parts_;
   detail::RunPosition position_;
-  std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
+  std::optional<detail::RankState>
+      resumed_;  // of a loaded checkpoint, until the first epoch of the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
   bool warned_of_rounding_ = false;

@@ -53,8 +53,8 @@ class MemoryReader : public caffe2::serialize::ReadAdapterInterface {
 };
 
 /// Verifies the CRC-32 of each record of an archive. LibTorch writes these checksums, and its reader ignores them. The
-/// records must lie in the archive without overlaps. A compressed record, which holds code, has at most 64 MiB. Throws
-/// CheckpointError with the offset of the damage or truncation, or if the bytes are not an archive.
+/// records must lie in the archive without overlaps. Those that are compressed, which hold code, have at most 64 MiB in
+/// all. Throws CheckpointError with the offset of the damage or truncation, or if the bytes are not an archive.
 inline void check_archive(std::string_view bytes) {
   if (!bytes.starts_with("PK\3\4")) throw CheckpointError("it is no archive that LibTorch wrote");
   const auto refuse = [](std::uint64_t offset, const std::string& what) {
@@ -80,7 +80,8 @@ inline void check_archive(std::string_view bytes) {
   std::uint64_t at = wide ? eight(eight(end - locator_size + 8) + 48) : four(end + 16);
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<MemoryReader>(bytes));
-    std::uint64_t total = 0;  // of the records' bytes in the archive
+    std::uint64_t total = 0,
+                  unpacked = 0;  // of the records' bytes in the archive, and of the compressed ones outside
     std::unordered_set<std::string> names;
     std::uint64_t previous = 0;  // the end of the record before
     for (const std::string& name : reader.getAllRecords()) {
@@ -100,9 +101,10 @@ inline void check_archive(std::string_view bytes) {
           size == 0 || (!folder && four(entry + 24) == std::min<std::uint64_t>(size, elsewhere) &&
                         (!stored || four(entry + 20) == four(entry + 24)));
       if (!sizes_agree || packed > bytes.size() - total || data > bytes.size() ||
-          packed > bytes.size() - data || (!stored && size > most_unpacked))
+          packed > bytes.size() - data || (!stored && size > most_unpacked - unpacked))
         refuse(entry, detail::formatted("the {} bytes of record '{}' do not fit into it", size, name));
       total += packed;
+      unpacked += stored ? 0 : size;
       if (packed > 0 && data < std::exchange(previous, data + packed))
         refuse(entry, detail::formatted("the record '{}' overlaps another", name));
       std::uint32_t found = 0;

@@ -71,7 +71,11 @@ class LoaderMicroBatchSource {
   }
   [[nodiscard]] bool had_data() const { return micros_ > 0; }
 
-  void save(torch::serialize::OutputArchive& archive) const { loader_.save(archive, given_); }
+  void save(torch::serialize::OutputArchive& archive) const {
+    loader_.save(archive, given_);
+    if constexpr (requires { std::remove_cvref_t<decltype(loader_.sampler())>::resumes_from_rank_zero; })
+      archive.write("from_rank_zero", c10::IValue(true));
+  }
 
  private:
   struct LocalPartition {

@@ -66,11 +66,12 @@ struct RunPosition {
 /// Writes the data position of a running `fit`.
 using SaveDataPosition = std::function<void(torch::serialize::OutputArchive&)>;
 
-/// Marks a `fit` as running in a scope, and keeps its SaveDataPosition.
+/// Marks a `fit` as running in a scope, and keeps its SaveDataPosition. What it resumes is kept until its first epoch.
 class Fitting {
  public:
-  Fitting(RunPosition& position, SaveDataPosition& kept, SaveDataPosition save)
-      : position_(position), kept_(kept) {
+  Fitting(RunPosition& position, SaveDataPosition& kept, std::optional<RankState>& resumed,
+          SaveDataPosition save)
+      : position_(position), kept_(kept), resumed_(resumed) {
     position_.fitting = true;
     kept_ = std::move(save);
   }
@@ -80,11 +81,13 @@ class Fitting {
     kept_ = nullptr;
     position_.fitting = false;
     position_.step_in_epoch = position_.skipped = 0;  // an abandoned epoch is restarted
+    resumed_.reset();
   }
 
  private:
   RunPosition& position_;
   SaveDataPosition& kept_;
+  std::optional<RankState>& resumed_;
 };
 
 /// The parts of a run in a checkpoint. `each_more(f)` calls `f(key, part)` for each further Checkpointed part.

@@ -14,10 +14,13 @@ class RunLength {
   RunLength(const TrainerOptions& options, std::optional<std::int64_t> steps_in_epoch, std::int64_t epoch,
             std::int64_t step)
       : steps_in_epoch_(steps_in_epoch) {
+    const auto after = [](std::int64_t begin, std::int64_t count) {  // any count may mean: without an end
+      return begin + std::min(count, std::numeric_limits<std::int64_t>::max() - begin);
+    };
     if (options.steps)
-      last_step_ = step + *options.steps;
+      last_step_ = after(step, *options.steps);
     else
-      last_epoch_ = epoch + options.epochs.value_or(1);
+      last_epoch_ = after(epoch, options.epochs.value_or(1));
     if (steps_in_epoch == 0 && !reached(epoch, step))
       throw DataError("the dataset has no samples to train on");
   }
@@ -27,13 +30,15 @@ class RunLength {
   [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
+  /// Returns whether a run of a number of steps ends after `step`, within an epoch or not.
+  [[nodiscard]] bool ends_at(std::int64_t step) const { return last_step_ == step; }
   /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. For a stream, a run of a
   /// number of steps plans this epoch as the last one, with all remaining steps as an upper bound.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
     if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
     const std::int64_t left = *last_step_ - step;
     if (!steps_in_epoch_) return {epoch, epoch + 1, left};
-    return {epoch, epoch + (left + *steps_in_epoch_ - 1) / *steps_in_epoch_,
+    return {epoch, epoch + left / *steps_in_epoch_ + (left % *steps_in_epoch_ != 0),
             std::min(*steps_in_epoch_, left)};
   }
 

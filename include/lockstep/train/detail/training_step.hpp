@@ -39,7 +39,7 @@ class SkippedSteps {
 struct StepPosition {
   /// Zero-based, over the lifetime of the run.
   std::int64_t epoch, step;
-  /// The learning rates of the optimizer's groups before any Schedule. A Schedule needs one for each group.
+  /// The learning rates of the optimizer's groups before any Schedule, of which a Schedule follows as many.
   std::span<const double> base_rates = {};
 };
 
@@ -142,7 +142,9 @@ class TrainingStep {
       if constexpr (Schedule<E>) {
         const double factor = extra.rate_factor(position.epoch, position.step);
         auto rate = position.base_rates.begin();
-        for (auto& group : optimizer_.param_groups()) group.options().set_lr(*rate++ * factor);
+        for (auto& group :
+             optimizer_.param_groups())  // one that was added since keeps its own until the next epoch
+          if (rate != position.base_rates.end()) group.options().set_lr(*rate++ * factor);
       }
     });
   }
