@@ -139,6 +139,29 @@ TEST_CASE("with LocalComm, sums and counts end as on several ranks") {
   CHECK(ddp.backward_sum(sum(), 3) == 3);
 }
 
+TEST_CASE("with LocalComm, a mean that the next sum does not reach stays what it is") {
+  lockstep::LocalComm comm{lockstep::World::from_environment()};
+  auto heads = torch::nn::ModuleList(torch::nn::Linear(2, 1), torch::nn::Linear(2, 1));
+  lockstep::DistributedDataParallel ddp{heads, comm};
+  const auto sum = [&](std::size_t head) {
+    return heads->ptr<torch::nn::LinearImpl>(head)->forward(torch::ones({3, 2})).sum();
+  };
+  ddp.backward_sum(sum(0), 3);
+  ddp.backward_sum(sum(1), 3);
+  for (std::size_t head : {0, 1})
+    CHECK(heads->ptr<torch::nn::LinearImpl>(head)->weight.grad().eq(1).all().item<bool>());
+}
+
+TEST_CASE("with LocalComm, a parameter that is unfrozen later is divided, too") {
+  lockstep::LocalComm comm{lockstep::World::from_environment()};
+  torch::nn::Linear layer(2, 1);
+  layer->weight.requires_grad_(false);
+  lockstep::DistributedDataParallel ddp{layer, comm};
+  layer->weight.requires_grad_(true);
+  ddp.backward_sum(layer(torch::ones({3, 2})).sum(), 3);
+  CHECK(layer->weight.grad().eq(1).all().item<bool>());
+}
+
 TEST_CASE("with LocalComm, there is nothing to reduce, order or report") {
   const auto world = lockstep::World::from_environment();
   lockstep::LocalComm comm{world};

@@ -141,6 +141,17 @@ TEST_CASE("skipped buckets: what no rank used at first is not reduced, and may n
   ddp.backward(net(batch_of(rank, 5), rank % 2).pow(2).sum());
 }
 
+TEST_CASE("under no_sync, too, a static graph refuses what took no part in the first backward", "[2+]") {
+  const int rank = test_world().rank();
+  Branches net;
+  DistributedDataParallel ddp{net, shared_comm(), searching(true)};
+  ddp.backward(net(batch_of(rank, 0), 0).pow(2).sum());
+  net->zero_grad();
+  const auto accumulating = ddp.no_sync();
+  refuses<GradientError>([&] { ddp.backward(net(batch_of(rank, 1), 1).pow(2).sum()); },
+                         "took no part in the first backward");
+}
+
 TEST_CASE("lazily allocated buckets live as long as gradients that lie in them") {
   const bool lazy = GENERATE(false, true);
   Net net;

@@ -111,6 +111,23 @@ TEST_CASE("a loop by hand resumes to the same bits after every step") {
   }
 }
 
+TEST_CASE("a hook is told the number of the run's reductions, also of those before it was resumed") {
+  std::vector<std::int64_t> seen;
+  const auto hook = [&] {
+    return lockstep::hook_of([&](auto& comm, const lockstep::GradientBucket& bucket) {
+      if (bucket.index == 0) seen.push_back(bucket.iteration);
+      return comm.all_reduce(bucket.flat);
+    });
+  };
+  using Hook = decltype(hook());
+  Run<Hook> first(small_buckets(), hook());
+  first.train(0, 3);
+  Run<Hook> resumed(small_buckets(), hook());
+  resumed.load(first.save());
+  resumed.train(3, 5);
+  CHECK(seen == std::vector<std::int64_t>{0, 1, 2, 3, 4});
+}
+
 TEST_CASE("a state whose hook refuses its part leaves the wrapper as it was") {
   const auto hook = [] {
     return lockstep::PowerSgdHook({.start_iteration = 2, .min_compression_rate = 0.5});

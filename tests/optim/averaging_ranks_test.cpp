@@ -17,7 +17,7 @@ TEST_CASE("parameters become their average over the ranks, whatever their dtypes
   std::vector<torch::Tensor> parameters{
       torch::full({2, 3, 4, 4}, world.rank() + 1.0).contiguous(at::MemoryFormat::ChannelsLast),
       torch::full({5}, world.rank() + 1.0, torch::kDouble), torch::arange(6.0) * (world.rank() + 1),
-      torch::empty({0})};
+      torch::empty({0}), torch::full({3}, c10::complex<double>(world.rank() + 1, 2), torch::kComplexFloat)};
   for (auto& parameter : parameters) parameter.requires_grad_(true);
   const auto* place = parameters[2].data_ptr();
   lockstep::average_parameters(parameters, shared_comm());
@@ -25,6 +25,7 @@ TEST_CASE("parameters become their average over the ranks, whatever their dtypes
   CHECK(torch::allclose(parameters[0], torch::full({2, 3, 4, 4}, mean)));
   CHECK(torch::allclose(parameters[1], torch::full({5}, mean, torch::kDouble)));
   CHECK(torch::allclose(parameters[2], torch::arange(6.0) * mean));
+  CHECK(torch::equal(parameters[4], torch::full({3}, c10::complex<double>(mean, 2), torch::kComplexFloat)));
   CHECK(parameters[2].data_ptr() == place);
   CHECK(parameters[0].is_contiguous(at::MemoryFormat::ChannelsLast));
 }

@@ -58,6 +58,29 @@ TEST_CASE("a fused step looks at strides, where ATen's operator does not") {
   CHECK(torch::allclose(parameter, before - 0.5 * gradient));
 }
 
+TEST_CASE("a loaded state whose layout is another than the parameter's is read as what it is") {
+  const auto trained = [](const torch::Tensor& start, at::MemoryFormat format) {
+    auto parameter = start.clone().contiguous(format).requires_grad_();
+    return std::pair(parameter, SGD(std::vector<torch::Tensor>{parameter}, {.lr = 0.5, .momentum = 0.9}));
+  };
+  const auto start = torch::randn({2, 4, 4, 4}), gradient = torch::randn({2, 4, 4, 4});
+  auto [plain, first] = trained(start, at::MemoryFormat::Contiguous);
+  plain.mutable_grad() = gradient;
+  first.step();
+  torch::serialize::OutputArchive out;
+  first.save(out);
+  std::stringstream stream;
+  out.save_to(stream);
+  auto [last, second] = trained(plain.detach(), at::MemoryFormat::ChannelsLast);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  second.load(in);
+  last.mutable_grad() = gradient;
+  first.step();
+  second.step();
+  CHECK(torch::equal(last, plain));
+}
+
 TEST_CASE("groups have options of their own, and rates that a schedule sets") {
   auto p = some_parameters(3);
   std::vector<torch::optim::OptimizerParamGroup> groups;

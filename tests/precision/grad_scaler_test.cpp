@@ -90,6 +90,16 @@ TEST_CASE("a scaler that is off passes everything through") {
   scaler.update();
   CHECK(scaler.get_scale() == 1);
   CHECK(!std::isfinite(problem.parameter[0].item<float>()));
+  // One that is on takes up the scale that it keeps, not the 1 that it multiplies by.
+  torch::serialize::OutputArchive written;
+  scaler.save(written);
+  std::stringstream stream;
+  written.save_to(stream);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  GradScaler on({.init_scale = 4});
+  on.load(archive);
+  CHECK(on.get_scale() == 65536);
 }
 
 TEST_CASE("a scaler that was saved goes on, in a scaler that was used and in a new one") {

@@ -179,8 +179,8 @@ void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
           other.device() != parameters[first].device())
         continue;
       done[i] = 1;
-      alike.push_back(other.detach());
-      length += other.numel();
+      alike.push_back(other.is_complex() ? at::view_as_real(other.detach()) : other.detach());
+      length += alike.back().numel();
     }
     const at::Tensor flat = at::empty({length}, alike[0].options());
     const auto each_part = [&](auto&& copy) {

@@ -168,7 +168,7 @@ inline void sgd_fused_call(const SGDOptions& o, Active<SGDState>& all, const Ste
 /// Python's `_fused_sgd`. Python fails if a parameter gets its first gradient later than others; here such
 /// parameters are stepped in a separate call.
 inline void sgd_fused(const SGDOptions& options, Active<SGDState>& all, const StepScale& scale) {
-  align_gradients(all);
+  align(all);
   std::size_t fresh = 0;
   if (options.momentum != 0)
     for (const SGDState* state : all.states) fresh += state->momentum_buffer.defined() ? 0 : 1;
@@ -459,7 +459,7 @@ inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
 /// Python's `_fused_adam`. Never synchronizes with the device.
 inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepScale& scale) {
   const StepScale here = scale.on(all.parameters[0].device());
-  align_gradients(all);
+  align(all);
   advance_steps(all);
   auto& means = all.column(0, &AdamState::exp_avg);
   auto& squares = all.column(1, &AdamState::exp_avg_sq);

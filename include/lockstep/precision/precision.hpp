@@ -401,10 +401,7 @@ class GradScaler {
 
   void forget() { states_.clear(); }
 
-  [[nodiscard]] double get_scale() const {
-    if (!options_.enabled) return 1;
-    return scale_.defined() ? scale_.item<float>() : options_.init_scale;
-  }
+  [[nodiscard]] double get_scale() const { return options_.enabled ? kept_scale() : 1; }
   /// Returns the number of consecutive finite steps since the scale last changed. Like `get_scale` and `skipped`
   /// (steps of all optimizers), synchronizes with the device.
   [[nodiscard]] std::int64_t growth_tracker() const {
@@ -417,7 +414,7 @@ class GradScaler {
 
   /// Writes the values of Python's state_dict, and the number of skipped steps.
   void save(torch::serialize::OutputArchive& archive) const {
-    archive.write("scale", c10::IValue(get_scale()));
+    archive.write("scale", c10::IValue(kept_scale()));
     archive.write("growth_factor", c10::IValue(options_.growth_factor));
     archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
     archive.write("growth_interval", c10::IValue(options_.growth_interval));
@@ -467,6 +464,10 @@ class GradScaler {
     bool divided = false;               // the gradients are unscaled
     std::vector<at::Tensor> found_inf;  // one element per device, 1 if a gradient was not finite
   };
+
+  [[nodiscard]] double kept_scale() const {
+    return scale_.defined() ? scale_.item<float>() : options_.init_scale;
+  }
 
   static ScaledStep* scaled_step_of(torch::optim::Optimizer& optimizer) {
     auto* inside = dynamic_cast<ScaledStep*>(&optimizer);

@@ -370,6 +370,7 @@ class Reducer {
     const auto restore = snapshot();
     try {
       iteration_ = saved.backwards;
+      reduction_.set_iteration(iteration_);
       if (saved.rebuilt) {
         set_bucket_order(saved.order);
       } else {
@@ -402,6 +403,7 @@ class Reducer {
                                 rebuild_due() ? Buckets::ordered : buckets_)](Reducer& to) {
       for (std::size_t i = 0; i < expected.size(); ++i) to.parameters_[i].expected = expected[i];
       std::tie(to.iteration_, to.rebuild_order_, to.expects_, to.buckets_) = counts;
+      to.reduction_.set_iteration(to.iteration_);
       if (to.plan() != plan) to.reduction_.rebuild(plan, /*only_adoptable=*/false);
       if constexpr (StatefulHook<Hook>) to.hook().load_state(hook_state);
     };
@@ -471,7 +473,8 @@ class Reducer {
     if (!live_.takes(parameter)) return;
     // The engine calls the hook without a gradient for an output that the loss ignores.
     if (parameter.gradient().defined() || !searches()) parameter.seen = true;
-    if (parameter.skipped) throw GradientError(unexpected_text(i, parameter, options_));
+    if (parameter.skipped || (options_.static_graph && !reduction_.used_anywhere(i)))
+      throw GradientError(unexpected_text(i, parameter, options_));
     if (no_sync_depth > 0) return;
     if (phase_ == Phase::idle || phase_ == Phase::stale) {
       if (OpenBackwards* calls = open_backwards_for(parameter.tensor.device()))
@@ -480,8 +483,6 @@ class Reducer {
         open_bare();
     }
     ready_order_.push_back(i);
-    if (options_.static_graph && !reduction_.used_anywhere(i))
-      throw GradientError(unexpected_text(i, parameter, options_));
     if (!expects_ && !options_.static_graph) reduction_.allocate(i);
     copy_known_unused();
     if (expects_ && phase_ == Phase::open) {
@@ -868,9 +869,14 @@ class LocalReducer {
  private:
   void divide_by_count() {
     total_count_ = std::exchange(count_, 0);
-    for (const NamedTensor& parameter : table_.all)
-      if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined())
+    auto entry = table_.trained.begin();
+    for (const NamedTensor& parameter : table_.all) {
+      const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
+      const bool is_mean = trained && entry->version() == entry->reduced;
+      entry += trained;
+      if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined() && !is_mean)
         total_count_ == 0 ? grad.zero_() : grad.mul_(1 / total_count_);
+    }
   }
 
   void abandon() {

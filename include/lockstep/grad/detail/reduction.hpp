@@ -402,6 +402,10 @@ class BucketReduction {
 
   /// Counts a reduction that has failed on this rank and not yet on the others.
   void count_failed() { ++reductions_; }
+  /// A run is resumed after so many reductions.
+  void set_iteration(std::size_t before) {
+    resumed_ = static_cast<std::int64_t>(before) - static_cast<std::int64_t>(reductions_);
+  }
 
   /// Abandons the reduction after a failure, and rolls a stateful hook back.
   void abandon() {
@@ -519,7 +523,7 @@ class BucketReduction {
     if (buckets_->sparse(b) || buckets_->empty(b)) return;
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
-    bucket.iteration = static_cast<std::int64_t>(reductions_);
+    bucket.iteration = static_cast<std::int64_t>(reductions_) + resumed_;
     const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
@@ -655,6 +659,7 @@ class BucketReduction {
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next
   std::size_t last_bucket_ = 0;  // the last non-empty dense bucket; only `launch_rest` launches it
+  std::int64_t resumed_ = 0;     // reductions before those of this object
   std::size_t reductions_ = 0;
   std::int64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;

@@ -89,14 +89,19 @@ inline at::Tensor python_scalar(double number) {
   return at::native::wrapped_scalar_tensor(number);
 }
 
-/// Copies each gradient whose strides differ from its parameter's into the parameter's layout: the fused
-/// operators ignore strides.
+/// Copies each gradient, and each tensor of a state, which may be of a file, whose strides differ from its parameter's into
+/// the parameter's layout: the fused operators ignore strides.
 template <class State>
-void align_gradients(Active<State>& all) {
+void align(Active<State>& all) {
   for (std::size_t i = 0; i < all.size(); ++i) {
-    at::Tensor& gradient = all.gradients[i];
-    if (gradient.strides() != all.parameters[i].strides())
-      gradient = at::empty_like(all.parameters[i]).copy_(gradient);
+    const auto align_one = [&parameter = all.parameters[i]](at::Tensor& tensor) {
+      if (tensor.defined() && tensor.strides() != parameter.strides())
+        tensor = at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(tensor);
+    };
+    align_one(all.gradients[i]);
+    State::each_tensor(*all.states[i], [&](const char*, at::Tensor& tensor, bool like_parameter) {
+      if (like_parameter) align_one(tensor);
+    });
   }
 }
 
