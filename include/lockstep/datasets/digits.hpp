@@ -198,11 +198,11 @@ inline Digits draw_digits(std::int64_t count, std::uint64_t seed) {
   const std::int64_t tens = (count + 9) / 10;
   const std::int64_t threads =
       std::clamp<std::int64_t>(std::thread::hardware_concurrency(), 1, tens / 100 + 1);
-  std::vector<std::thread> others;
+  std::vector<std::jthread> others;
   for (std::int64_t t = 1; t < threads; ++t)
     others.emplace_back(draw_tens, tens * t / threads, tens * (t + 1) / threads);
   draw_tens(0, tens / threads);
-  for (auto& thread : others) thread.join();
+  others.clear();  // joins them
   return digits;
 }
 

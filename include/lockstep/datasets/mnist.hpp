@@ -35,8 +35,8 @@ class DigitDataset {
   /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError for other shapes or dtypes.
   explicit DigitDataset(Digits digits) : digits_(std::move(digits)) {
     if (digits_.images.dim() != 3 || digits_.labels.dim() != 1 || digits_.images.scalar_type() != at::kByte ||
-        digits_.labels.scalar_type() != at::kByte)
-      throw DataError("a DigitDataset needs uint8 images [N, H, W] and uint8 labels [N]");
+        digits_.labels.scalar_type() != at::kByte || !digits_.images.is_cpu() || !digits_.labels.is_cpu())
+      throw DataError("a DigitDataset needs uint8 images [N, H, W] and uint8 labels [N] on the CPU");
     if (digits_.images.size(0) != digits_.labels.size(0))
       throw DataError(
           detail::formatted("a DigitDataset has {} images and {} labels: give one label for each image",

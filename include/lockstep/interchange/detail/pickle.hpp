@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
 
+#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/train/detail/archive.hpp"
 
@@ -520,6 +521,7 @@ class PickleWriter {
   }
   void write_text(std::string_view text, const std::string& place) {
     if (text.size() > std::numeric_limits<std::uint32_t>::max()) refuse(place, "a str of 4 GiB");
+    if (valid_utf8(text) != text) refuse(place, "a str that is not UTF-8");
     text_ += 'X';
     append_little_endian(text_, static_cast<std::uint32_t>(text.size()));
     text_ += text;
@@ -667,6 +669,8 @@ inline c10::IValue unpickled(std::string_view bytes) {
   if (archive.hasRecord("byteorder") && text_of("byteorder") != "little")
     throw CheckpointError("it was written on a machine with another byte order: save it again on this one");
   const std::string pickle = text_of("data.pkl");
+  if (bytes.substr(archive.getRecordOffset("data.pkl"), pickle.size()) != pickle)
+    throw CheckpointError("its data.pkl is compressed, as torch.save writes none: save it again");
   return PickleReader(pickle, archive).run();
 }
 

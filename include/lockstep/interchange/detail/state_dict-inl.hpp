@@ -427,12 +427,16 @@ LOCKSTEP_INLINE void load_state_dict(GradScaler& scaler, const c10::IValue& dict
   torch::serialize::OutputArchive written;
   for (const detail::ScalerKey& key : detail::scaler_keys) {
     const auto found = entries.find(key.dict);
-    if (found == entries.end() || !(key.integer ? found->value().isInt() : found->value().isDouble()))
+    // Python keeps what its user has given, such as growth_factor=2.
+    const bool fits =
+        found != entries.end() && (found->value().isInt() || (!key.integer && found->value().isDouble()));
+    if (!fits)
       throw CheckpointError(
           detail::formatted("the state dict of a GradScaler has no {} \"{}\": save what state_dict() of an "
                             "enabled scaler returns",
                             key.integer ? "integer" : "float", key.dict));
-    written.write(key.archive, found->value());
+    written.write(key.archive,
+                  key.integer ? found->value() : c10::IValue(found->value().toScalar().toDouble()));
   }
   written.write("skipped", c10::IValue(scaler.skipped()));
   torch::serialize::InputArchive archive = detail::archive_of(detail::bytes_of(written));
