@@ -1,3 +1,8 @@
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <fstream>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -39,12 +44,31 @@ TEST_CASE("tensors that Gloo cannot take are refused by name") {
            {{at::zeros({2}, at::kComplexFloat)}, ReduceOp::sum, "complex64"},
            {{at::zeros({2}, at::kLong)}, ReduceOp::avg, "average"},
            {{at::Tensor()}, ReduceOp::sum, "the tensor is undefined"},
+           {{at::zeros({1}).expand({4})}, ReduceOp::sum, "share memory: clone it first"},
            {{at::ones({2, 2}).to_sparse()}, ReduceOp::sum, "not dense"}})
     CHECK_THAT(text_of<lockstep::CommunicationError>(
                    [&, &tensors = tensors, &op = op] { comm.all_reduce(tensors, op).synchronize(); }),
                ContainsSubstring(words));
   CHECK_THROWS_AS(comm.reduce(at::ones({1}), comm.size()), lockstep::CommunicationError);
   comm.barrier();
+}
+
+TEST_CASE("a rank that has no memory for a collective ends the communicator on all ranks", "[2+]") {
+  TestedComm comm{test_world()};
+  const std::vector<at::Tensor> tensors(2, at::ones({8 << 20}));  // which are sent as one of 64 MiB
+  rlimit limit{};
+  REQUIRE(getrlimit(RLIMIT_AS, &limit) == 0);
+  if (comm.rank() == 1) {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit small{pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE)) + (32 << 20), limit.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_AS, &small) == 0);
+  }
+  CHECK_THROWS(comm.all_reduce(tensors).synchronize());
+  setrlimit(RLIMIT_AS, &limit);
+  CHECK_THROWS_AS(comm.barrier(), std::exception);
+  TestedComm another{test_world()};
+  another.barrier();
 }
 
 TEST_CASE("a wait that runs out names the late rank, and can be repeated", "[2+]") {

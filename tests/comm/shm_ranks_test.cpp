@@ -1,9 +1,12 @@
 // ShmComm and its backend: the bits of Gloo, bounded memory, and no order in which ranks must wait.
 #include "lockstep/comm/shm_comm.hpp"
 
+#include <sys/resource.h>
+
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <limits>
 #include <string>
 #include <utility>
@@ -12,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/detail/shm_backend.hpp"
 #include "lockstep/comm/detail/shm_exchange.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
@@ -184,6 +188,19 @@ TEST_CASE("more than the memory holds is in flight, and a large message, in any 
   CHECK(large_in[count - 1].item<float>() == static_cast<float>(before));
 }
 
+TEST_CASE("a communicator that is shut down has sent what was to be sent, whoever holds its Work", "[2+]") {
+  lockstep::ShmComm comm{test_world()};
+  at::Tensor large = at::full({4 << 20}, comm.rank(), at::kFloat);
+  if (comm.rank() == 0) {
+    const auto sent = comm.send(large, 1);
+    comm.shutdown();
+  } else {
+    if (comm.rank() == 1) comm.recv(large, 0).wait();
+    comm.shutdown();
+  }
+  CHECK(large[large.numel() - 1].item<float>() == (comm.rank() == 1 ? 0 : static_cast<float>(comm.rank())));
+}
+
 TEST_CASE("a wait on one communicator moves the others on, whichever a rank waits for") {
   lockstep::ShmComm one{test_world()}, other{test_world()};
   const std::int64_t count = 50 << 20;  // 200 MiB, more than a rank may have in flight
@@ -213,6 +230,32 @@ TEST_CASE("a rank that has launched its part gives the others room while it wait
   }
   CHECK(small[2].item<float>() == static_cast<float>(one.size()));
   CHECK(large[large.numel() - 1].item<float>() == 0);
+}
+
+// How many memories this process shares with other ranks.
+int shared_memories() {
+  std::ifstream maps("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(maps, line);)
+    count += line.find("/memfd:lockstep") != std::string::npos;
+  return count;
+}
+
+TEST_CASE("where one rank cannot share memory ShmComm throws on all of them, and CpuComm uses Gloo", "[2+]") {
+  const int before = shared_memories();
+  CHECK((lockstep::CpuComm{test_world()}, shared_memories() > before));
+  rlimit limit{};
+  REQUIRE(getrlimit(RLIMIT_FSIZE, &limit) == 0);
+  const rlimit small{1 << 20, limit.rlim_max};
+  if (test_world().rank() == 0) REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+  CHECK_THROWS_WITH(lockstep::ShmComm{test_world()}, ContainsSubstring("rank 0: the limit of a file's size"));
+  const int shared = shared_memories();  // groups that have ended may still release theirs
+  lockstep::CpuComm comm{test_world()};
+  CHECK(shared_memories() <= shared);
+  at::Tensor ones = at::ones({5});
+  comm.all_reduce(ones).wait();
+  CHECK(ones[4].item<float>() == static_cast<float>(comm.size()));
+  setrlimit(RLIMIT_FSIZE, &limit);
 }
 
 TEST_CASE("reduce_scatter has the bits of Gloo's") {

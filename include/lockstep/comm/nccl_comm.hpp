@@ -100,6 +100,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions nccl_backend(const World& world
         "NcclOptions::engine is nccl2, which this LibTorch does not have: it came with 2.15; use "
         "NcclEngine::nccl");
 #endif
+  static_cast<void>(world.local_rank());  // known once all ranks of the host have joined
   const int gpu = gpu_of_rank(detail::state_of(world).current_environment(),
                               static_cast<int>(c10::cuda::device_count()), nccl.device);
   static std::atomic<bool> told{false};  // that LibTorch may end this process

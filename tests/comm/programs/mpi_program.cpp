@@ -1,6 +1,7 @@
 // Ranks of mpirun or mpiexec over MpiComm. The first argument says what they do, and who initializes MPI.
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -9,6 +10,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/comm/mpi_comm.hpp"
+#include "lockstep/comm/shm_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/world/launch.hpp"
 
@@ -195,6 +197,15 @@ int run(const std::string& mode, const char* const* arguments) {
   if (mode == "all") {
     const World world = lockstep::mpi_world();
     check_all(world);
+    if (world.local_size() == world.size() && world.size() > 1) {  // a wait in MPI moves shared memory on
+      lockstep::ShmComm shm{world};
+      MpiComm mpi{world};
+      at::Tensor large = at::full({1 << 20}, world.rank(), at::kFloat);
+      auto sent = world.rank() == 0 ? std::optional(shm.send(large, 1)) : std::nullopt;
+      if (world.rank() == 1) shm.recv(large, 0).wait();
+      mpi.barrier();
+      check(world.rank() > 1 || large[0].item<float>() == 0, "the message");
+    }
     std::printf("rank %d of %d, local %d of %d: well\n", world.rank(), world.size(), world.local_rank(),
                 world.local_size());
   } else if (mode == "launched") {

@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <stop_token>
@@ -117,8 +118,9 @@ class BackendGroup final : public Group {
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     is_own_ = dynamic_cast<HostBackend*>(backend_.get()) != nullptr;
+    is_shm_ = is_own_ && backend_name == "shm";
     check_ = {is_gloo_  ? "Gloo"
-              : is_own_ ? (backend_name == "shm" ? "shared memory" : "MPI")
+              : is_own_ ? (is_shm_ ? "shared memory" : "MPI")
                         : formatted("the backend '{}'", backend_name),
               options_.device.type()};
     // From now on the other ranks notice by the transport when this rank dies, until now by its connection to the store.
@@ -163,10 +165,27 @@ class BackendGroup final : public Group {
     return start(*backend_);
   } catch (const Error&) {
     throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw;
   } catch (const std::exception& error) {
     throw CommunicationError(
         formatted("{}: {} refused it: {}", name, check_.backend, classify(error.what()).text),
         world().rank());
+  }
+
+  /// Runs `start`, which launches a collective that has begun. If this rank has no memory for it, its next one would meet the
+  /// other ranks' present one: the group ends on all ranks. What a backend refuses it refuses on all of them.
+  template <class Start>
+  void launch_all(const Start& start) {
+    try {
+      start();
+    } catch (const CommunicationError&) {
+      throw;
+    } catch (...) {
+      fail(std::current_exception(), true);
+    }
   }
 
   /// Runs `function(error)` on the backend's thread when `work` has completed or failed, and before it counts
@@ -255,7 +274,7 @@ class BackendGroup final : public Group {
   /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
   void await(const Call& call, const BackendWork& work, Clock::time_point until,
              std::chrono::microseconds pause = first_pause) {
-    const std::jthread mover = is_own_ ? std::jthread() : ShmEngine::mover();
+    const std::jthread mover = is_shm_ ? std::jthread() : ShmEngine::mover();
     if (is_gloo_ && call.peer) return await_message(call, work, until);
     CallWatch watch(*this, call);
     while (!completes(call, *work, until, pause)) {
@@ -360,6 +379,7 @@ class BackendGroup final : public Group {
         const ControlPlane::Interruption interruption(
             *plane(), [work] { work->abort(); }, std::min(watch.next(), until));
         // After the registration: a failure that arrived before it aborts nothing.
+        Group::check_error();
         check(watch.look());
         try {
           const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
@@ -515,7 +535,7 @@ class BackendGroup final : public Group {
   const bool made_;  // by options_.make_backend
   const pid_t owner_ = getpid();
   TensorCheck check_;
-  bool is_gloo_ = false, is_nccl_ = false, is_own_ = false;  // is_own_: a HostBackend
+  bool is_gloo_ = false, is_nccl_ = false, is_own_ = false, is_shm_ = false;  // is_own_: a HostBackend
   std::atomic<bool> has_futures_{on_host()};
   std::mutex mutex_;
   std::vector<BackendWork> kept_;

@@ -125,7 +125,8 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override {
     return run(Kind::receive, {}, one(tensors), peer, {}, tag);
   }
-  /// Completes the collectives that were launched, whether or not somebody has their Works. Returns false at `until`.
+  /// Completes the collectives that were launched, whether or not somebody has their Works, and in shared memory what was
+  /// sent. Returns false at `until`.
   virtual bool drain(std::chrono::steady_clock::time_point until) = 0;
   /// The group launches nothing more, and what it has launched cannot complete once `over` returns true. Returns whether
   /// another thread than the program's may wait for it.

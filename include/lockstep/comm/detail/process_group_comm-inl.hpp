@@ -101,11 +101,14 @@ ProcessGroupWork in_place(const std::shared_ptr<BackendGroup>& group, const char
   for (const at::Tensor& tensor : tensors) check_tensor(group->tensor_check(), name, tensor, op);
   if (root) group->check_rank(name, *root);
   const bool wanted = !root || (group->rank() == *root) == op.has_value();
+  if (wanted) check_outputs(name, tensors);
   ProcessGroupWork work(group, group->begin(name, CallContent::of(op, root, tensors)));
-  for (TensorBundle& bundle : bundles_of(tensors)) {
-    bundle.pack();
-    start_bundle(work, *group, name, std::move(bundle), start, op, wanted);
-  }
+  group->launch_all([&] {
+    for (TensorBundle& bundle : bundles_of(tensors)) {
+      bundle.pack();
+      start_bundle(work, *group, name, std::move(bundle), start, op, wanted);
+    }
+  });
   return work;
 }
 
@@ -115,19 +118,22 @@ template <class Start>
 ProcessGroupWork exchange(const std::shared_ptr<BackendGroup>& group, const char* name,
                           at::TensorList outputs, int output_rows, at::TensorList inputs, int input_rows,
                           std::optional<ReduceOp> op, const Start& start) {
+  check_outputs(name, outputs);
   ProcessGroupWork work(group, group->begin(name, CallContent::of(op, {}, inputs)));
-  auto from = bundles_of(inputs, input_rows), to = bundles_of(outputs, output_rows);
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    from[i].pack();
-    to[i].allocate();
-    const at::Tensor& input = from[i].buffer;
-    // Not every LibTorch version has a Gloo reduce_scatter. It is an all-reduce of all rows, whose bits are thus its.
-    if (op && group->on_host()) to[i].received = from[i].in_place() ? input.detach().clone() : input;
-    const auto start_one = [&](c10d::Backend& backend, const at::Tensor& output) {
-      return start(backend, output, input);
-    };
-    start_bundle(work, *group, name, std::move(to[i]), start_one, op);
-  }
+  group->launch_all([&] {
+    auto from = bundles_of(inputs, input_rows), to = bundles_of(outputs, output_rows);
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      from[i].pack();
+      to[i].allocate();
+      const at::Tensor& input = from[i].buffer;
+      // Not every LibTorch version has a Gloo reduce_scatter. It is an all-reduce of all rows, whose bits are thus its.
+      if (op && group->on_host()) to[i].received = from[i].in_place() ? input.detach().clone() : input;
+      const auto start_one = [&](c10d::Backend& backend, const at::Tensor& output) {
+        return start(backend, output, input);
+      };
+      start_bundle(work, *group, name, std::move(to[i]), start_one, op);
+    }
+  });
   return work;
 }
 

@@ -121,11 +121,12 @@ class ShmEngine {
       sleep(std::min(until, now + (others ? backlog_sleep : shm_sleep)), done);
     }
   }
-  /// Waits for all collectives that were launched.
+  /// Waits for all collectives that were launched, and until what was sent has been received.
   bool drain(Clock::time_point until) {
     return wait(until, [&] {
       const std::lock_guard lock(mutex_);
-      return queue_.empty();
+      return queue_.empty() && std::none_of(messages_.begin(), messages_.end(),
+                                            [](const auto& message) { return message->kind == Kind::send; });
     });
   }
   /// Returns a thread that moves the engines of this process on until its destruction: a thread that waits for something
@@ -469,7 +470,8 @@ class ShmEngine {
       message.signature = operation.signature;
       message.order = order_++;
       message.block = ShmMemory::blocks;
-      if (early_ < most_early) operation.block = take_block(blocks_for_messages);
+      // Collectives need another one.
+      if (early_ < most_early) operation.block = take_block(blocks_for_messages + 1);
       operation.early = operation.block != ShmMemory::blocks;
       if (operation.early) {
         ++early_;

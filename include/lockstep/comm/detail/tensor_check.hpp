@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
@@ -57,6 +58,14 @@ inline void check_tensor(const TensorCheck& check, std::string_view collective, 
     throw CommunicationError(
         formatted("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
                   collective, describe(tensor), dtype_name(tensor.scalar_type())));
+}
+
+/// Throws CommunicationError if an element of a tensor that receives a result lies in the place of another.
+inline void check_outputs(std::string_view collective, at::TensorList outputs) {
+  for (const at::Tensor& tensor : outputs)
+    if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+      throw CommunicationError(formatted("{}: elements of the tensor {} share memory: clone it first",
+                                         collective, describe(tensor)));
 }
 
 /// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in
