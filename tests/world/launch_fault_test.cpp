@@ -198,7 +198,7 @@ TEST_CASE("launchers of two hosts start all ranks again together") {
 
 TEST_CASE("a host that is stopped is not waited for by restarts, nor one that starts no rank again",
           "[.release]") {
-  for (const std::string mode : {"waits for failure", "answers by a code", "killed"}) {
+  for (const std::string mode : {"waits for failure", "answers by a code", "has no time to end", "killed"}) {
     const bool interrupted = mode != "killed";
     const int port = free_port();
     Together launchers;
@@ -210,6 +210,10 @@ TEST_CASE("a host that is stopped is not waited for by restarts, nor one that st
     }
     for (auto& launcher : launchers.all) REQUIRE(launcher->wait_for_output(" of 4, local ", 20s));
     if (interrupted) launchers[1].signal(SIGTERM);
+    if (mode == "has no time to end") {
+      std::this_thread::sleep_for(200ms);  // else the system makes one signal of two
+      launchers[1].signal(SIGTERM);
+    }
     const auto codes = launchers.wait(40s);
     INFO(launchers[0].error() << launchers[1].error());
     const int second = mode == "killed" ? 128 + SIGKILL : mode == "answers by a code" ? 7 : 128 + SIGTERM;
@@ -329,7 +333,7 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
   CHECK(result.error ==
         fmt::format("error: rank 1 failed: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, "
                     "MASTER_PORT={0}) after 1 s: it refuses the connection: nothing listens there. Start "
-                    "rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank\n",
+                    "rank 0 on that host, or correct the address on every rank\n",
                     variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
   for (const char* rank : {"0", "1"}) {

@@ -494,6 +494,8 @@ TEST_CASE("the same with very many seeds", "[.release]") {
 struct Store {
   using Replies = std::map<std::uint64_t, std::vector<std::pair<std::uint64_t, std::string>>>;
 
+  explicit Store(const Event& began = {}) : state(1500ms, {}, began) {}
+
   // Serves request `id` of a connection. Returns whether it is well formed.
   bool serve(std::uint64_t connection, std::uint64_t id, StoreOperation operation, const Fill& fill) {
     FrameWriter out;
@@ -538,9 +540,25 @@ struct Store {
     return decoded<Meeting>(replies[connection][0].second);
   }
 
-  RunState state{1500ms};
+  RunState state;
   Replies replies;
 };
+
+TEST_CASE("each rank is sent the number of its generation and what has ended the last one, before all else") {
+  const Failure died{.kind = FailureKind::died, .rank = 1, .message = "died (SIGKILL)"};
+  Store store({.kind = Event::began, .failure = died, .restart = 3});
+  store.join(0, 0, 2);
+  store.publish({.kind = Event::failed, .failure = {.rank = 0, .message = "no memory"}});
+  for (const int rank : {0, 1}) {
+    const auto connection = static_cast<std::uint64_t>(rank);
+    store.serve(connection, 1, StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
+    const auto& told = store.replies[connection];
+    REQUIRE(told.size() == 3);  // of the reply, too
+    CHECK(decoded<Event>(told[1].second).restart == 3);
+    CHECK(decoded<Event>(told[1].second).failure.message == died.message);
+    CHECK(decoded<Event>(told[2].second).kind == Event::failed);
+  }
+}
 
 TEST_CASE("a rank that gives up its connection has not come to make a communicator") {
   Store store;

@@ -80,7 +80,8 @@ TEST_CASE("a run whose rank is killed goes on from its checkpoint, and ends as o
   CHECK(result.code == 0);
   CHECK(count(result.out, "resumed\n") == 1);
   CHECK(count(result.out, "[rank 1] step 40\n") == 1);
-  CHECK(count(result.out, "[rank 1] step 50\n") == 2);  // again after the restart
+  CHECK(count(result.out, "[rank 1] step 50\n") == 2);                             // again after the restart
+  CHECK(count(result.error, "restart 1, after this: rank 1 died (SIGKILL") == 1);  // in rank 0's log
   CHECK(result.out.ends_with(finished()));
   CHECK(result.left == 0);
 }

@@ -366,7 +366,8 @@ TEST_CASE("a store lets in the ranks of its own start alone, and ends those of a
     return endpoint;
   };
   Listener listener = listen_on("127.0.0.1", 0);
-  std::optional<StoreServer> server(std::in_place, same_port(listener), "", 10s, 1s, 1);
+  const auto began = [](int restart) { return Event{.kind = Event::began, .restart = restart}; };
+  std::optional<StoreServer> server(std::in_place, same_port(listener), "", 10s, 1s, began(1));
   Client rank(at(*server, 1));
   rank.join(0, "nodeA pid 5");
   refuses<lockstep::RendezvousError>([&] { Client(at(*server, 0)); },
@@ -385,7 +386,7 @@ TEST_CASE("a store lets in the ranks of its own start alone, and ends those of a
   waits.wait(false);
   CHECK_FALSE(rank.run().summary().failure);
   server.reset();
-  server.emplace(std::move(listener), "", 10s, 1s, 2);
+  server.emplace(std::move(listener), "", 10s, 1s, began(2));
   next.join();
   CHECK(Client(at(*server, 2)).check({"key"}));
 }

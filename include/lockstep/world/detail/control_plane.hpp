@@ -366,6 +366,9 @@ class ControlPlane {
     if (event.kind == Event::failed) return note({event.failure});
     view_.learn(event);
     if (event.kind == Event::aborted || event.kind == Event::departed) announce();
+    static std::atomic_flag told;  // each control plane of a process is sent it
+    if (event.kind == Event::began && rank_ == 0 && !told.test_and_set())
+      Log(rank_).warning("restart {}, after this: {}", event.restart, cause_text(event.failure));
     if (event.kind == Event::refused && rank_ == 0 && refused_.insert(event.failure.message).second)
       Log(rank_).warning("a process that tried to join this run was refused: {}", event.failure.message);
   }

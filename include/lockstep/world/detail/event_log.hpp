@@ -33,7 +33,8 @@ struct Event {
     departed,   ///< a rank has left `group` after its collective `position`; `hash` of all, 0 if unknown
     refused,    ///< a process may not join for the reason in `failure`
     connected,  ///< a rank has made a communicator, whose other ranks notice its death; it is not sent on
-    ended  ///< a rank has ended with exit code `failure.code`, in communicators at `last`; it is not sent on
+    ended,  ///< a rank has ended with exit code `failure.code`, in communicators at `last`; it is not sent on
+    began  ///< generation `restart` has begun, in which all ranks were started again, after `failure` of the one before
   };
   Kind kind = failed;
   int rank = -1;
@@ -42,12 +43,14 @@ struct Event {
   std::uint64_t hash = 0;
   Failure failure = {};
   std::vector<RankPosition> last = {};
+  std::int64_t restart = 0;
 };
 template <>
-inline constexpr Event::Kind last_of<Event::Kind> = Event::ended;
+inline constexpr Event::Kind last_of<Event::Kind> = Event::began;
 template <>
-inline constexpr auto fields_of<Event> = std::tuple{
-    &Event::kind, &Event::rank, &Event::group, &Event::position, &Event::hash, &Event::failure, &Event::last};
+inline constexpr auto fields_of<Event> =
+    std::tuple{&Event::kind, &Event::rank,    &Event::group, &Event::position,
+               &Event::hash, &Event::failure, &Event::last,  &Event::restart};
 
 /// Returns the first of the failures of several ranks, null while that is undecided: `waited` is the time
 /// since the first one has become known. A rank that dies makes other ranks fail, and their reports may arrive before its

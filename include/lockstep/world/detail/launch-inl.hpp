@@ -62,6 +62,7 @@ inline void fill_standard_descriptors() {
 /// Starts this host's ranks and hosts the store for all hosts; again after a failure, as often as `place` says. Returns the
 /// exit code.
 inline int launch_here(const Place& place, int argc, const char* const* argv, const LaunchOptions& options) {
+  const auto grace = std::clamp<Milliseconds>(options.grace, {}, longest_wait);
   const Environment& env = place.environment;
   const bool alone = env.rendezvous.empty();
   const auto url = alone ? RendezvousUrl{} : parse_rendezvous(env.rendezvous);
@@ -78,18 +79,19 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
   const auto rendezvous =
       local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : env.rendezvous;
 
-  for (int restart = 0;;) {
+  for (Event began;;) {
+    const auto restart = static_cast<int>(began.restart);
     StoreEndpoint endpoint{url.host, url.port, secret};
     endpoint.restart = restart;
     SupervisorOptions supervised;
     supervised.arguments.assign(argv, argv + argc);
     supervised.jobs = jobs_of(place, rendezvous, secret, restart);
     supervised.prefix = place.prefix;
-    supervised.grace = options.grace;
+    supervised.grace = grace;
     std::shared_ptr<StoreConnection> store;
     // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
     supervised.started = [&] {
-      if (hosting) store = host_store(same_port(*listener), secret, request_timeout, restart);
+      if (hosting) store = host_store(same_port(*listener), secret, request_timeout, began);
     };
     // A killed rank cannot report its failure to the other hosts.
     supervised.failed = [&](Failure failure) {
@@ -116,7 +118,8 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     };
     Supervisor supervisor(std::move(supervised));
     const int code = supervisor.run();
-    const auto limit = options.grace + regroup_limit;
+    const NoticesTaken notices;
+    const auto limit = grace + regroup_limit;
     const bool more = !alone && restart < place.max_restarts && !supervisor.interrupted();
     OwnEnd own{.well = code == 0,
                .failure = supervisor.failure(),
@@ -132,12 +135,14 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     const RunEnd end = store ? outlive_ranks(*store, own) : RunEnd(own, {});
     const auto failure = end.to_mend();
     if (!failure) return own.well ? code_of(end.failure()) : code;
+    const int last = own.well ? failure->code : code;
+    if (noticed_between_starts) return last;
     // Hosts whose ranks have ended well read that it goes on.
     if (more && hosting) std::this_thread::sleep_for(reading_grace);
     const auto next =
         next_start(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint), limit);
-    if (!next) return own.well ? failure->code : code;
-    restart = *next;
+    if (!next || noticed_between_starts) return last;
+    began = {.kind = Event::began, .failure = *failure, .restart = *next};
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/launch_options.hpp"
@@ -21,13 +23,21 @@ namespace lockstep::detail {
 
 /// Writes to the launching process's stdout (sink 1) and stderr (sink 2) only when they have room, so that a
 /// reader that stops reading (a paused terminal, a full pipe) never delays the forwarding of signals. The
-/// descriptors are shared with the shell, so they are not made non-blocking.
+/// descriptors are shared with the shell, so they are not made non-blocking; a terminal, which has room for less than it is
+/// given, is opened once more.
 ///
 /// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another
 /// reason, such as a full disk, the writer drops that sink's output, writes a warning to the other sink, and
 /// the run continues.
 class OutputWriter {
  public:
+  OutputWriter() {
+    for (int sink : {1, 2})
+      if (isatty(sink) == 1)
+        sinks_[sink - 1].terminal = Descriptor(open(sink == 1 ? "/proc/self/fd/1" : "/proc/self/fd/2",
+                                                    O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC));
+  }
+
   void put(int sink, std::string_view bytes) {
     if (!sinks_[sink - 1].closed) sinks_[sink - 1].waiting.append(bytes);
   }
@@ -38,25 +48,28 @@ class OutputWriter {
 
   void poll_for(std::vector<pollfd>& polled) const {
     for (int sink : {1, 2})
-      if (!sinks_[sink - 1].waiting.empty()) polled.push_back({sink, POLLOUT, 0});
+      if (!sinks_[sink - 1].waiting.empty()) polled.push_back({descriptor(sink), POLLOUT, 0});
   }
 
   /// Writes as much as possible without blocking.
   void write_ready() {
     for (int sink : {1, 2}) {
-      auto& [waiting, closed] = sinks_[sink - 1];
+      auto& [waiting, closed, terminal] = sinks_[sink - 1];
+      const int to = descriptor(sink);
       std::size_t done = 0;
       while (done < waiting.size() && !closed) {
-        pollfd room{sink, POLLOUT, 0};
+        pollfd room{to, POLLOUT, 0};
         if (poll(&room, 1, 0) <= 0) break;
         // A ready pipe accepts this much without blocking (PIPE_BUF).
         const auto most = std::min<std::size_t>(waiting.size() - done, 4096);
-        const ssize_t written = write(sink, waiting.data() + done, most);
+        const ssize_t written = write(to, waiting.data() + done, most);
         if (written > 0) {
           done += static_cast<std::size_t>(written);
         } else if (errno == EPIPE) {
           closed = broken_ = true;
-        } else if (errno != EINTR && errno != EAGAIN) {
+        } else if (errno == EAGAIN) {
+          break;
+        } else if (errno != EINTR) {
           closed = true;
           put(3 - sink, formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
                                   sink == 1 ? "stdout" : "stderr", std::strerror(errno)));
@@ -70,7 +83,12 @@ class OutputWriter {
   struct Sink {
     std::string waiting;
     bool closed = false;
+    Descriptor terminal = {};
   };
+  [[nodiscard]] int descriptor(int sink) const {
+    const Descriptor& terminal = sinks_[sink - 1].terminal;
+    return terminal.open() ? terminal.get() : sink;
+  }
 
   Sink sinks_[2];
   bool broken_ = false;

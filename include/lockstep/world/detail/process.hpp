@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -26,6 +27,7 @@
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -183,6 +185,34 @@ class LauncherScope {
   sigset_t mask_before_{};
   std::array<struct sigaction, handled_signals.size()> before_{};
   int subreaper_before_ = 0;
+};
+
+LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> noticed_between_starts{false};
+extern "C" inline void lockstep_take_notice(int) {
+  noticed_between_starts = true;
+}
+
+/// While it lives, SIGUSR1 and SIGUSR2, which no rank is there to take, do not end this process.
+class NoticesTaken {
+ public:
+  NoticesTaken() {
+    noticed_between_starts = false;
+    for (std::size_t i = 0; i < before_.size(); ++i) {
+      struct sigaction action {};
+      action.sa_handler = lockstep_take_notice;
+      action.sa_flags = SA_RESTART;
+      sigaction(numbers[i], &action, &before_[i]);
+    }
+  }
+  NoticesTaken(const NoticesTaken&) = delete;
+  NoticesTaken& operator=(const NoticesTaken&) = delete;
+  ~NoticesTaken() {
+    for (std::size_t i = 0; i < before_.size(); ++i) sigaction(numbers[i], &before_[i], nullptr);
+  }
+
+ private:
+  static constexpr std::array numbers{SIGUSR1, SIGUSR2};
+  std::array<struct sigaction, numbers.size()> before_{};
 };
 
 inline std::string signal_name(int number) {

@@ -50,12 +50,14 @@ inline std::string random_secret() {
   return text;
 }
 
-/// Hosts a store on a socket that already listens. Returns its first connection; the store ends with that.
+/// Hosts a store on a socket that already listens, for the generation that has `began`.
+/// Returns its first connection; the store ends with that.
 inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
-                                                   std::chrono::milliseconds timeout, int restart = 0) {
+                                                   std::chrono::milliseconds timeout,
+                                                   const Event& began = {}) {
   StoreEndpoint own{listener.address, listener.port, secret};
-  own.restart = restart;
-  auto server = std::make_shared<StoreServer>(std::move(listener), secret, hello_timeout, end_grace, restart);
+  own.restart = began.restart;
+  auto server = std::make_shared<StoreServer>(std::move(listener), secret, hello_timeout, end_grace, began);
   auto connection = std::make_shared<StoreConnection>(own, timeout);
   connection->keep(std::move(server));
   return connection;
@@ -125,12 +127,15 @@ inline std::string duplicate_text(const Environment& env, const std::string& own
 /// does not count as present.
 inline void join_run(RunClient run, const Environment& env, const RankIdentity& me, bool stays = true) {
   const JoinAnswer answer = run.join(env.rank, env.size, me, stays);
+  const std::string size_name = env.launcher.ends_with(" with --nproc") ? "--nproc"
+                                : env.rank_variables.empty()
+                                    ? "world size"
+                                    : env.rank_variables.substr(env.rank_variables.rfind(' ') + 1);
   if (answer.size != env.size)
     refuse_rendezvous(
         run, formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
                        "Start all of them with one {}",
-                       env.rank, env.size, answer.sized_by, answer.size,
-                       env.launcher.ends_with(" with --nproc") ? "--nproc" : "WORLD_SIZE"));
+                       env.rank, env.size, answer.sized_by, answer.size, size_name));
   if (answer.rank.is(me)) return;
   const std::string owner = answer.rank.identity.value_or(RankIdentity{}).process;
   refuse_rendezvous(run, answer.rank.lost
@@ -233,13 +238,16 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
       }
       const auto late = look();
       const bool one = late.meeting.missing == 1;
+      const bool by_hand = env.launcher.empty() || env.launcher == "--nproc";
+      const std::string them = one ? "it" : "them";
+      const auto remedy =
+          by_hand ? formatted("start {} with the MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others", them)
+                  : formatted("look at the output of {}, which starts {}", env.launcher, them);
       if (!late.meeting.over())
-        refuse_rendezvous(
-            {connection, std::min(timeout, outcome_timeout)},
-            missing(late, formatted(" did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT "
-                                    "and WORLD_SIZE of the others",
-                                    std::chrono::duration<double>(timeout).count(), one ? "it" : "them")),
-            one ? late.meeting.first_missing.at(0) : -1);
+        refuse_rendezvous({connection, std::min(timeout, outcome_timeout)},
+                          missing(late, formatted(" did not join within {} s: {}",
+                                                  std::chrono::duration<double>(timeout).count(), remedy)),
+                          one ? late.meeting.first_missing.at(0) : -1);
       met = late.meeting;
     }
   }

@@ -91,12 +91,12 @@ class RunEnd {
   /// The store is gone: nobody reads it any more, or the first host starts its ranks again.
   void lose() { run_.host_failed = mends_; }
 
-  /// Returns the failure that another start can mend.
+  /// Returns the failure that another start can mend: of the run the first, as far as it is known.
   [[nodiscard]] std::optional<Failure> to_mend() const {
     auto failure = own_.failure;
     if (own_.well && mends_ && run_.host_failed && !failure) failure = run_.failure.value_or(Failure{});
-    const bool of_other = failure && failure->kind == FailureKind::consequence && run_.failure;
-    return failure && is_worth_a_restart(of_other ? *run_.failure : *failure) ? failure : std::nullopt;
+    if (failure && failure->kind == FailureKind::consequence && run_.failure) failure = run_.failure;
+    return failure && is_worth_a_restart(*failure) ? failure : std::nullopt;
   }
   /// Returns the run's first failure, if the own ranks have ended well.
   [[nodiscard]] std::optional<Failure> failure() const { return own_.well ? run_.failure : std::nullopt; }

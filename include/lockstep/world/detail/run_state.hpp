@@ -41,9 +41,9 @@ class RunState {
   using Time = std::chrono::steady_clock::time_point;
   static constexpr std::size_t max_groups = 1 << 16, most_with_calls = 64;
 
-  /// `doubt`: what may keep ranks from reaching the store, for who waits for them.
-  explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {})
-      : end_grace_(end_grace), doubt_(std::move(doubt)) {}
+  /// `doubt`: what may keep ranks from joining, for who waits for them. `began`: how a later generation than the first has.
+  explicit RunState(std::chrono::milliseconds end_grace, std::string doubt = {}, const Event& began = {})
+      : end_grace_(end_grace), doubt_(std::move(doubt)), log_(began.kind == Event::began, encoded(began)) {}
 
   /// Returns what is to be sent, and forgets it.
   [[nodiscard]] std::vector<Outbox::Outgoing> take_outgoing() { return std::exchange(out_.frames, {}); }
@@ -154,6 +154,8 @@ class RunState {
     const bool of_run = event.kind == Event::failed || event.kind == Event::refused;
     if (event.rank < (of_run ? -1 : 0) || event.rank >= most_ranks) return false;
     switch (event.kind) {
+      case Event::began:  // the store's own
+        return false;
       case Event::connected:
         members_.of(event.rank).connected = true;
         return true;
@@ -314,7 +316,7 @@ class RunState {
   std::deque<LostRank> lost_;       // by time
   std::optional<Failure> failure_;  // the first
   std::set<std::string> aborted_;   // groups
-  std::vector<std::string> log_;    // failures and aborts, for who subscribes later
+  std::vector<std::string> log_;    // a start, failures and aborts, for who subscribes later
   std::string stranger_;
   bool host_failed_ = false;
   std::map<std::uint64_t, int> subscribers_;                     // the ranks of connections

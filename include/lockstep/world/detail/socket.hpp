@@ -239,13 +239,15 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
   const auto addresses = resolve_master(host, port, origin);
   until = std::min(until, std::chrono::steady_clock::now() + attempt_timeout);
   ConnectAttempt attempt;
+  auto left = static_cast<int>(addresses.size());
   for (const SocketAddress& address : addresses) {
+    const auto now = std::chrono::steady_clock::now(), share = now + std::max(until - now, {}) / left--;
     Descriptor fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int error = fd.open() && connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
       error = ETIMEDOUT;
       socklen_t length = sizeof error;
-      if (poll_until(fd.get(), POLLOUT, until)) getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (poll_until(fd.get(), POLLOUT, share)) getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
     }
     if (error == 0) {
       tune_connection(fd.get());

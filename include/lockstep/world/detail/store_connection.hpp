@@ -41,8 +41,7 @@ struct StoreEndpoint {
   int port = 0;
   std::string secret = {};
   std::string origin = {};
-  std::string remedy =
-      "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
+  std::string remedy = "Start rank 0 on that host, or correct the address on every rank";
   std::int64_t restart = 0;  // how often the ranks have been started again
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".

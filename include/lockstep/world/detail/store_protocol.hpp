@@ -47,7 +47,7 @@ inline std::string printable(std::string_view text) {
 /// its length in 4 bytes, then its payload. A request is an id of 8 bytes, a StoreOperation byte and
 /// arguments. A reply is the id, a StoreStatus byte and a result. A push is `push_id`, a StorePush byte and a
 /// content. Integers are little-endian. A string is its length in 4 bytes and its bytes.
-inline constexpr std::string_view store_magic = "lockstep store 10\n";
+inline constexpr std::string_view store_magic = "lockstep store 11\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -81,7 +81,7 @@ enum class StoreOperation : std::uint8_t {
   summary,    ///< name of a meeting, or none -> RunSummary
   members,    ///< ranks, or none for all -> the KnownRank of each
   meet,       ///< name, empty in the run's own; ranks or none for all; whether the coming lasts -> Meeting
-  subscribe,  ///< rank -> nothing; this connection is sent the events, a past failure first; -1 ends that
+  subscribe,  ///< rank -> nothing; this connection is sent the events, past ones first; -1 ends that
   publish,    ///< Event -> whether it is news
   report,     ///< a RankPosition and the CallMarks of each communicator; no reply
   ask         ///< communicator, ranks, flag -> the RankReport of each; with the flag each is asked to report

@@ -45,15 +45,15 @@ class StoreServer {
   static constexpr std::size_t max_strangers = 256;
   static constexpr std::size_t max_pushed_bytes = 16 << 20;
 
-  /// Serves on a socket that already listens. Accepts only clients that know `secret`, and are of this `restart`. Throws
-  /// Error if the system grants no descriptor or thread.
+  /// Serves on a socket that already listens. Accepts only clients that know `secret`, and are of the generation that has
+  /// `began`. Throws Error if the system grants no descriptor or thread.
   StoreServer(Listener listener, std::string secret, Milliseconds hello_timeout = detail::hello_timeout,
-              Milliseconds end_grace = detail::end_grace, std::int64_t restart = 0)
+              Milliseconds end_grace = detail::end_grace, const Event& began = {})
       : listener_(std::move(listener)),
         secret_(std::move(secret)),
-        restart_(restart),
+        restart_(began.restart),
         hello_timeout_(hello_timeout),
-        run_(end_grace, listener_.doubt),
+        run_(end_grace, listener_.doubt, began),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {

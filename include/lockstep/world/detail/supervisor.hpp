@@ -317,10 +317,14 @@ class Supervisor {
         waitpid(-child.pid, nullptr, WNOHANG);  // orphaned descendants
         continue;
       }
-      siginfo_t info{};
-      if (waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
-          info.si_pid == 0)
-        continue;
+      const auto find = [&](idtype_t type) {
+        siginfo_t info{};
+        waitid(type, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT);
+        return info.si_pid;
+      };
+      for (pid_t orphan = 0; (orphan = find(P_PGID)) != 0 && orphan != child.pid;)
+        waitpid(orphan, nullptr, 0);
+      if (find(P_PID) == 0) continue;
       kill(-child.pid, SIGKILL);  // orphaned descendants; the zombie still reserves the group's number
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
@@ -339,7 +343,9 @@ class Supervisor {
     if (asked || (choosing && child.status != 0)) count_end();
     auto failure = failure_by_status(child.rank, child.pid, child.status, child.ended_at);
     if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
-    if (choosing && (signal == 0 || signal == interrupted_)) {
+    const bool killed =
+        interrupted_ != 0 && child.ordered_to_end;  // by a second signal, or as no one reads our output
+    if (choosing && (signal == 0 || signal == interrupted_ || killed)) {
       if (asked && child.status != 0 && !stopped && !failure_) {
         failure.kind = FailureKind::stopped;
         if (signal != 0) failure.message = "ended by " + signal_name(signal);

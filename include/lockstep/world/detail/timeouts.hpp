@@ -97,13 +97,16 @@ inline std::chrono::milliseconds rendezvous_timeout() {
   return seconds ? std::chrono::seconds(*seconds) : rendezvous_default;
 }
 
-/// Returns the timeout of the option struct `options`, clamped to 24 days. Throws UsageError below 1 ms.
+/// What longer waits are clamped to: poll counts milliseconds in an int.
+inline constexpr Milliseconds longest_wait = std::chrono::hours(24 * 24);
+
+/// Returns the timeout of the option struct `options`, clamped to longest_wait. Throws UsageError below 1 ms.
 inline std::chrono::milliseconds checked_timeout(const char* options, std::chrono::milliseconds timeout) {
   if (timeout.count() < 1)
     throw UsageError(formatted("{}: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
                                options, timeout.count()));
   // Gloo counts milliseconds in 32 bits, and adding the largest duration to a time point would overflow.
-  return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 24));
+  return std::min(timeout, longest_wait);
 }
 
 /// Returns how long the host of the store, or a rank that other ranks wait for, may be silent before it

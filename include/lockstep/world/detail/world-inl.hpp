@@ -70,7 +70,7 @@ LOCKSTEP_INLINE World world_from(Environment place, const WorldOptions& options,
 inline void await_first(WorldState& state, const std::string& first, int number, const std::string& key,
                         std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  const auto end = Clock::now() + timeout;
+  const auto end = Clock::now() + std::clamp<Milliseconds>(timeout, {}, longest_wait);
   for (std::string result, ended;;) {
     try {
       const auto now = Clock::now();
@@ -91,12 +91,16 @@ inline void await_first(WorldState& state, const std::string& first, int number,
       if (result.empty()) result = "has ended, or the store has, while others wait";
     } catch (const StoreError&) {  // the next round says so
     }
-    if (!result.empty())
-      throw PeerError(formatted("{}, the first on this host, {} in local_zero_first", first, result));
-    if (Clock::now() > end)
-      throw TimeoutError(
-          formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
-                    std::chrono::duration<double>(timeout).count()));
+    Failure failure{.kind = result.empty() ? FailureKind::timed_out : FailureKind::consequence,
+                    .rank = state.environment.rank,
+                    .cause = number,
+                    .call = {.operation = "local_zero_first"}};
+    failure.message = formatted("{}, the first on this host, {} in local_zero_first", first, result);
+    if (!result.empty()) throw PeerError(failure);
+    failure.message =
+        formatted("{}, the first on this host, has not finished its local_zero_first after {} s", first,
+                  std::chrono::duration<double>(timeout).count());
+    if (Clock::now() > end) throw TimeoutError(failure);
   }
 }
 
@@ -120,7 +124,9 @@ LOCKSTEP_INLINE World World::from_environment(const WorldOptions& options) {
 }
 
 LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size, const WorldOptions& options) {
-  if (size < 1) throw UsageError(detail::formatted("the world size is {}: it must be at least 1", size));
+  if (size < 1 || size > detail::most_ranks)
+    throw UsageError(
+        detail::formatted("the world size is {}: it must be in 1 to {}", size, detail::most_ranks));
   if (rank < 0 || rank >= size)
     throw UsageError(detail::formatted(
         "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
