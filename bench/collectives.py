@@ -11,14 +11,13 @@ import datetime
 import json
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 import record
-from command import write_section
+from command import mpirun, write_section
 from run import machine
 
 
@@ -35,8 +34,8 @@ def run(command):
 def measure(config, ranks, rounds, largest):
     commands = [[config["collectives"], "machine"]]
     commands += [[config["collectives"], "--nproc", str(ranks), system, "4", str(largest)] for system in ("shm", "gloo")]
-    if config["mpi_all_reduce"] and shutil.which("mpirun"):
-        commands.append(["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), config["mpi_all_reduce"], "4", str(largest)])
+    if config["mpi_all_reduce"] and mpirun(ranks):
+        commands.append([*mpirun(ranks), config["mpi_all_reduce"], "4", str(largest)])
     else:
         print("SKIPPED OpenMPI: no mpirun, or no MPI to compile with")
     samples = {}

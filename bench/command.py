@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,11 @@ def first_line(command):
     except OSError:
         return ""
     return done.stdout.split("\n")[0]
+
+
+def mpirun(ranks):
+    """The beginning of a command that Open MPI runs on so many ranks of this machine; empty where there is no mpirun."""
+    return ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)] if shutil.which("mpirun") else []
 
 
 def write_section(page, name, lines):

@@ -40,7 +40,7 @@ TORCH_MODULE(ConvNet);
 /// convnet|linear STEPS WARMUP: that many timed steps on batches in memory; overlap STEPS WARMUP: lockstep's
 /// own report of them; parameters STEPS WARMUP: the time for each of 10 to 6,000 small parameters; epoch FOLDER: one
 /// epoch over MNIST's files there, after one to warm up.
-/// `system` stands before: gloo, or uncoupled for loops that do not talk.
+/// `system` stands before: gloo, mpi (under mpirun, where it was built for that), or uncoupled for loops that do not talk.
 struct Settings {
   std::string what;
   int steps = 0, warmup = 0;
@@ -53,14 +53,14 @@ inline Settings settings(int argc, char** argv) {
   // launch's own words stand first: --nproc N
   if (words.size() > 2 && words[0] == "--nproc") words.erase(words.begin(), words.begin() + 2);
   std::string system;
-  if (!words.empty() && (words[0] == "gloo" || words[0] == "uncoupled")) {
+  if (!words.empty() && (words[0] == "gloo" || words[0] == "mpi" || words[0] == "uncoupled")) {
     system = words[0];
     words.erase(words.begin());
   }
   if (words.size() == 2 && words[0] == "epoch") return {"epoch", 0, 0, words[1], system};
   if (words.size() == 3) return {words[0], std::stoi(words[1]), std::stoi(words[2]), "", system};
   throw lockstep::UsageError(
-      "usage: [--nproc N] [gloo|uncoupled] convnet|linear|overlap|parameters STEPS WARMUP, or ... epoch "
+      "usage: [--nproc N] [gloo|mpi|uncoupled] convnet|linear|overlap|parameters STEPS WARMUP, or ... epoch "
       "FOLDER");
 }
 

@@ -1,7 +1,10 @@
-// The training that is measured, in lockstep: over CpuComm, over GlooComm, or two loops that do not talk.
+// The training that is measured, in lockstep: over CpuComm, over GlooComm, over MpiComm, or two loops that do not talk.
 #include "common.hpp"
 #include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#ifdef LOCKSTEP_BENCH_MPI
+#include "lockstep/comm/mpi_comm.hpp"
+#endif
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
@@ -134,6 +137,10 @@ int main(int argc, char** argv) {
       train_uncoupled(world, run);
     else if (run.system == "gloo")
       train<lockstep::GlooComm>(world, run);
+#ifdef LOCKSTEP_BENCH_MPI
+    else if (run.system == "mpi")
+      train<lockstep::MpiComm>(world, run);
+#endif
     else
       train<lockstep::CpuComm>(world, run);
   });

@@ -19,7 +19,7 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 import instructions
 import record
-from command import first_line
+from command import first_line, mpirun
 
 RANKS = 2
 # What lockstep sets out to reach.
@@ -65,7 +65,7 @@ class Table:
         ratios = [a / b for a, b in zip(mine, theirs)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
-        of_others = {"reducer": 1.0, "lockstep-gloo": 1.0, "python-workers0": None, "python-shm": None,
+        of_others = {"reducer": 1.0, "lockstep-gloo": 1.0, "lockstep-mpi": None, "python-workers0": None, "python-shm": None,
                      "uncoupled": {"linear-step": 1.4, "convnet-step": 1.05}.get(figure)}
         goal = of_others.get(other, GOALS.get(figure))
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
@@ -80,6 +80,8 @@ def systems(config, environment, arguments):
         "uncoupled": [config["lockstep"], "--nproc", str(RANKS), "uncoupled", *arguments],
         "reducer": [config["reducer"], "--nproc", str(RANKS), *arguments],
     }
+    if config["lockstep_mpi"] and mpirun(RANKS):
+        found["lockstep-mpi"] = [*mpirun(RANKS), config["lockstep_mpi"], "mpi", *arguments]
     if config["python"]:
         script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "python_ddp.py")
         torchrun = [config["python"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), script]
@@ -105,7 +107,7 @@ def train_steps(table, config, environment, rounds, what, steps, warmup):
                 table.add("memory", {"torchrun": "python"}.get(system, system), peak)
     if "python-shm" in bits and bits["python-shm"] != bits["torchrun"]:
         sys.exit(f"FAILED: {what} in Python has other bits over lockstep's backend than over Gloo")
-    for other in ("uncoupled", "python", "python-shm", "reducer", "lockstep-gloo"):
+    for other in ("uncoupled", "python", "python-shm", "reducer", "lockstep-gloo", "lockstep-mpi"):
         table.ratio(f"{what}-step", "lockstep", other, "ms", 1e3)
     if what == "convnet":
         table.ratio("start", "lockstep", "torchrun", "s")
