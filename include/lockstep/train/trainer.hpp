@@ -521,8 +521,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   MeanMeter meter_;  // of the running epoch
   detail::NamedMeters parts_;
   detail::RunPosition position_;
-  std::optional<detail::RankState>
-      resumed_;  // of a loaded checkpoint, until the first epoch of the next `fit`
+  std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until an epoch takes it up
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
   bool warned_of_rounding_ = false;

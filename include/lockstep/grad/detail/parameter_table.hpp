@@ -82,6 +82,16 @@ struct ParameterTable {
   ParameterTable& operator=(const ParameterTable&) = delete;
   ParameterTable& operator=(ParameterTable&&) = default;
 
+  /// Calls `function(parameter, entry)` for each parameter, with a null entry for one that did not require grad.
+  template <class Function>
+  void each(Function&& function) const {
+    auto entry = trained.begin();
+    for (const NamedTensor& parameter : all) {
+      const bool has_entry = entry != trained.end() && entry->tensor.is_same(parameter.tensor);
+      function(parameter, has_entry ? &*entry++ : nullptr);
+    }
+  }
+
   std::vector<NamedTensor> all;         ///< in registration order
   std::vector<ParameterEntry> trained;  ///< those that require grad; the indices of buckets and reports
 };
@@ -148,11 +158,8 @@ class WatchedParameters {
  private:
   template <class Superseded>
   void require_equal_flags(Superseded&& superseded) const {
-    auto entry = table_.trained.begin();
-    for (const NamedTensor& parameter : table_.all) {
-      const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
-      if (trained) ++entry;
-      if (parameter.tensor.requires_grad() != trained)
+    table_.each([&](const NamedTensor& parameter, const ParameterEntry* trained) {
+      if (parameter.tensor.requires_grad() != (trained != nullptr))
         throw UsageError(detail::formatted(
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
             "those that required grad then: {}",
@@ -161,7 +168,7 @@ class WatchedParameters {
                 ? "this one is out of date, and a newer one of the same parameters is alive: use that "
                   "one, and destroy this one"
                 : "construct it again, or with a Trainer do so between epochs"));
-    }
+    });
   }
   /// Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an
   /// input that requires grad. Each such leaf is reported once.

@@ -869,14 +869,11 @@ class LocalReducer {
  private:
   void divide_by_count() {
     total_count_ = std::exchange(count_, 0);
-    auto entry = table_.trained.begin();
-    for (const NamedTensor& parameter : table_.all) {
-      const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
-      const bool is_mean = trained && entry->version() == entry->reduced;
-      entry += trained;
+    table_.each([&](const NamedTensor& parameter, const ParameterEntry* trained) {
+      const bool is_mean = trained && trained->version() == trained->reduced;
       if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined() && !is_mean)
         total_count_ == 0 ? grad.zero_() : grad.mul_(1 / total_count_);
-    }
+    });
   }
 
   void abandon() {

@@ -427,7 +427,7 @@ LOCKSTEP_INLINE void load_state_dict(GradScaler& scaler, const c10::IValue& dict
   torch::serialize::OutputArchive written;
   for (const detail::ScalerKey& key : detail::scaler_keys) {
     const auto found = entries.find(key.dict);
-    // Python keeps what its user has given, such as growth_factor=2.
+    // A dict of Python's has a whole number where its user has given one, as by growth_factor=2.
     const bool fits =
         found != entries.end() && (found->value().isInt() || (!key.integer && found->value().isDouble()));
     if (!fits)

@@ -80,8 +80,8 @@ inline void check_archive(std::string_view bytes) {
   std::uint64_t at = wide ? eight(eight(end - locator_size + 8) + 48) : four(end + 16);
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<MemoryReader>(bytes));
-    std::uint64_t total = 0,
-                  unpacked = 0;  // of the records' bytes in the archive, and of the compressed ones outside
+    std::uint64_t total = 0;     // of the records' bytes in the archive
+    std::uint64_t unpacked = 0;  // of the content of compressed records
     std::unordered_set<std::string> names;
     std::uint64_t previous = 0;  // the end of the record before
     for (const std::string& name : reader.getAllRecords()) {

@@ -142,8 +142,8 @@ class TrainingStep {
       if constexpr (Schedule<E>) {
         const double factor = extra.rate_factor(position.epoch, position.step);
         auto rate = position.base_rates.begin();
-        for (auto& group :
-             optimizer_.param_groups())  // one that was added since keeps its own until the next epoch
+        // A group that was added since keeps its own rate until the next epoch.
+        for (auto& group : optimizer_.param_groups())
           if (rate != position.base_rates.end()) group.options().set_lr(*rate++ * factor);
       }
     });

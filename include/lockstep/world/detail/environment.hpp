@@ -105,6 +105,11 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
   throw UsageError(formatted("{}='{}' is not a whole number. Set it to one, or unset it", name, *text));
 }
 
+/// Returns a variable that holds the number of all ranks.
+inline std::optional<int> size_variable(const Variables& variables, const char* name) {
+  return integer_variable(variables, name, 1, most_ranks);
+}
+
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   static const int fd = [] {
@@ -229,8 +234,7 @@ inline std::string first_host(std::string_view list) {
 /// contradict each other, and for several ranks without this one's: each process would train alone.
 inline std::optional<Environment> place_by(const Variables& variables, const LauncherVariables& names) {
   const bool hand = names.by_hand(), slurm = names.local_size == by_slurm.local_size;
-  const auto rank = integer_variable(variables, names.rank, 0),
-             size = integer_variable(variables, names.size, 1, most_ranks);
+  const auto rank = integer_variable(variables, names.rank, 0), size = size_variable(variables, names.size);
   const auto local_rank = integer_variable(variables, names.local_rank, 0);
   const auto local_size = slurm ? tasks_here(variables) : integer_variable(variables, names.local_size, 1);
   if (!rank && size.value_or(1) == 1 && (!hand || local_rank.value_or(0) == 0)) return std::nullopt;
@@ -330,7 +334,7 @@ inline void join_launched(const Variables& variables, const LauncherVariables& n
 
 /// Throws UsageError if WORLD_SIZE is set and is not the size of `env`, whose ranks a launcher has started.
 inline void require_size(const Variables& variables, const Environment& env) {
-  const auto size = integer_variable(variables, "WORLD_SIZE", 1, most_ranks);
+  const auto size = size_variable(variables, "WORLD_SIZE");
   if (size && *size != env.size)
     throw UsageError(
         formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE", *size,
@@ -342,11 +346,11 @@ inline void require_size(const Variables& variables, const Environment& env) {
 /// ranks that each process is to start, 0 if it is a rank itself. Throws UsageError for variables that contradict each
 /// other, and where a launcher hides the number of ranks or has not started this process.
 inline std::optional<Environment> launched_environment(const Variables& variables, int nproc = 0) {
-  if (integer_variable(variables, "WORLD_SIZE", 1, most_ranks) == 1 || variables("RANK")) return std::nullopt;
+  if (size_variable(variables, "WORLD_SIZE") == 1 || variables("RANK")) return std::nullopt;
   const LauncherVariables* names = launcher_of(variables);
   if (names == nullptr) {
     for (const LauncherVariables& other : {by_open_mpi, by_pmi, by_slurm})
-      if (integer_variable(variables, other.size, 1, most_ranks) > 1) place_by(variables, other);  // throws
+      if (size_variable(variables, other.size) > 1) place_by(variables, other);  // throws
     const auto job = variables("SLURM_JOB_ID"), pmix = variables("PMIX_RANK");
     if (const auto tasks = integer_variable(variables, "SLURM_NTASKS", 1); job && tasks > 1 && nproc == 0)
       throw UsageError(formatted(

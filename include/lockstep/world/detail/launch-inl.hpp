@@ -118,7 +118,7 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     };
     Supervisor supervisor(std::move(supervised));
     const int code = supervisor.run();
-    const NoticesTaken notices;
+    const LauncherScope notices(notice_signals);
     const auto limit = grace + regroup_limit;
     const bool more = !alone && restart < place.max_restarts && !supervisor.interrupted();
     OwnEnd own{.well = code == 0,
@@ -136,12 +136,12 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     const auto failure = end.to_mend();
     if (!failure) return own.well ? code_of(end.failure()) : code;
     const int last = own.well ? failure->code : code;
-    if (noticed_between_starts) return last;
+    if (notices.next_signal() != 0) return last;
     // Hosts whose ranks have ended well read that it goes on.
     if (more && hosting) std::this_thread::sleep_for(reading_grace);
     const auto next =
         next_start(restart + 1, place.max_restarts, hosting ? std::nullopt : std::optional(endpoint), limit);
-    if (!next || noticed_between_starts) return last;
+    if (!next || notices.next_signal() != 0) return last;
     began = {.kind = Event::began, .failure = *failure, .restart = *next};
   }
 }

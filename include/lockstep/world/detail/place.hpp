@@ -150,7 +150,7 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   }
 
   // Without RANK each host would train on its own, and no line would say so. A loopback address names no other host.
-  const auto size = integer_variable(variables, "WORLD_SIZE", 1, most_ranks);
+  const auto size = size_variable(variables, "WORLD_SIZE");
   if (const auto local = variables("LOCAL_RANK"))
     throw UsageError(formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local));
   if (size > 1 && !names_loopback(variables("MASTER_ADDR").value_or("localhost")))

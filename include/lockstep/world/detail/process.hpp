@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -19,6 +18,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -27,7 +27,6 @@
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -112,6 +111,8 @@ inline Pipe make_pipe() {
 /// something, on to its ranks. SIGTSTP suspends the ranks too; the last two come from its children and pipes.
 inline constexpr std::array handled_signals{SIGTERM, SIGINT,  SIGHUP,  SIGQUIT, SIGUSR1, SIGUSR2,
                                             SIGALRM, SIGXCPU, SIGTSTP, SIGCHLD, SIGPIPE};
+/// Those of them by which a scheduler tells its limit, and which would end a launching process that has no ranks.
+inline constexpr std::array notice_signals{SIGUSR1, SIGUSR2};
 
 inline bool is_passed_on(int number) {
   const auto end = handled_signals.begin() + 8;
@@ -133,14 +134,13 @@ extern "C" inline void lockstep_write_signal(int number) {
   errno = saved;
 }
 
-/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a descriptor,
-/// whichever thread receives them. A signalfd would need them blocked in every thread, also in those of LibTorch.
+/// While it lives, `signals` do not interrupt the launching process but can be read from a descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in those of LibTorch.
 /// Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and SIGXCPU are left to a handler of
 /// the program, whose timer must not end the ranks. Orphaned descendants become children of this process, which reaps
 /// them; the first process of a container may not. At most one lives at a time.
 class LauncherScope {
  public:
-  LauncherScope() {
+  explicit LauncherScope(std::span<const int> signals = handled_signals) : signals_(signals) {
     prctl(PR_GET_CHILD_SUBREAPER, &subreaper_before_);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     fcntl(signal_pipe().write.get(), F_SETFL, O_NONBLOCK);  // makes it, which a handler must not
@@ -148,8 +148,8 @@ class LauncherScope {
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
     pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
-    for (std::size_t i = 0; i < handled_signals.size(); ++i) {
-      const int number = handled_signals[i];
+    for (std::size_t i = 0; i < signals_.size(); ++i) {
+      const int number = signals_[i];
       sigaction(number, nullptr, &before_[i]);
       const auto handler = before_[i].sa_handler;
       // With SIGCHLD ignored, the kernel would reap the ranks.
@@ -164,8 +164,7 @@ class LauncherScope {
   LauncherScope(const LauncherScope&) = delete;
   LauncherScope& operator=(const LauncherScope&) = delete;
   ~LauncherScope() {
-    for (std::size_t i = 0; i < handled_signals.size(); ++i)
-      sigaction(handled_signals[i], &before_[i], nullptr);
+    for (std::size_t i = 0; i < signals_.size(); ++i) sigaction(signals_[i], &before_[i], nullptr);
     pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
     while (next_signal() != 0) {
     }
@@ -182,37 +181,10 @@ class LauncherScope {
   [[nodiscard]] const sigset_t& mask_before() const { return mask_before_; }
 
  private:
+  const std::span<const int> signals_;  // handled_signals, or some of them
   sigset_t mask_before_{};
   std::array<struct sigaction, handled_signals.size()> before_{};
   int subreaper_before_ = 0;
-};
-
-LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> noticed_between_starts{false};
-extern "C" inline void lockstep_take_notice(int) {
-  noticed_between_starts = true;
-}
-
-/// While it lives, SIGUSR1 and SIGUSR2, which no rank is there to take, do not end this process.
-class NoticesTaken {
- public:
-  NoticesTaken() {
-    noticed_between_starts = false;
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-      struct sigaction action {};
-      action.sa_handler = lockstep_take_notice;
-      action.sa_flags = SA_RESTART;
-      sigaction(numbers[i], &action, &before_[i]);
-    }
-  }
-  NoticesTaken(const NoticesTaken&) = delete;
-  NoticesTaken& operator=(const NoticesTaken&) = delete;
-  ~NoticesTaken() {
-    for (std::size_t i = 0; i < before_.size(); ++i) sigaction(numbers[i], &before_[i], nullptr);
-  }
-
- private:
-  static constexpr std::array numbers{SIGUSR1, SIGUSR2};
-  std::array<struct sigaction, numbers.size()> before_{};
 };
 
 inline std::string signal_name(int number) {

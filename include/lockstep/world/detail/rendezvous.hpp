@@ -50,8 +50,8 @@ inline std::string random_secret() {
   return text;
 }
 
-/// Hosts a store on a socket that already listens, for the generation that has `began`.
-/// Returns its first connection; the store ends with that.
+/// Hosts a store on a socket that already listens, for the generation that has `began`. Returns its first connection; the
+/// store ends with that.
 inline std::shared_ptr<StoreConnection> host_store(Listener listener, const std::string& secret,
                                                    std::chrono::milliseconds timeout,
                                                    const Event& began = {}) {
@@ -127,15 +127,16 @@ inline std::string duplicate_text(const Environment& env, const std::string& own
 /// does not count as present.
 inline void join_run(RunClient run, const Environment& env, const RankIdentity& me, bool stays = true) {
   const JoinAnswer answer = run.join(env.rank, env.size, me, stays);
-  const std::string size_name = env.launcher.ends_with(" with --nproc") ? "--nproc"
-                                : env.rank_variables.empty()
-                                    ? "world size"
-                                    : env.rank_variables.substr(env.rank_variables.rfind(' ') + 1);
-  if (answer.size != env.size)
+  if (answer.size != env.size) {
+    const std::string size_name = env.launcher.ends_with(" with --nproc") ? "--nproc"
+                                  : env.rank_variables.empty()
+                                      ? "world size"
+                                      : env.rank_variables.substr(env.rank_variables.rfind(' ') + 1);
     refuse_rendezvous(
         run, formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
                        "Start all of them with one {}",
                        env.rank, env.size, answer.sized_by, answer.size, size_name));
+  }
   if (answer.rank.is(me)) return;
   const std::string owner = answer.rank.identity.value_or(RankIdentity{}).process;
   refuse_rendezvous(run, answer.rank.lost

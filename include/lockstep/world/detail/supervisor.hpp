@@ -343,8 +343,8 @@ class Supervisor {
     if (asked || (choosing && child.status != 0)) count_end();
     auto failure = failure_by_status(child.rank, child.pid, child.status, child.ended_at);
     if (child.status == 0 && !child.reported() && !failure_) options_.ended_well(child.rank);
-    const bool killed =
-        interrupted_ != 0 && child.ordered_to_end;  // by a second signal, or as no one reads our output
+    // By a second signal, or since nobody reads the output.
+    const bool killed = interrupted_ != 0 && child.ordered_to_end;
     if (choosing && (signal == 0 || signal == interrupted_ || killed)) {
       if (asked && child.status != 0 && !stopped && !failure_) {
         failure.kind = FailureKind::stopped;
