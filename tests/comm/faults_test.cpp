@@ -5,13 +5,11 @@
 #include <chrono>
 #include <cstdlib>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "comm/random_calls.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -310,37 +308,6 @@ TEST_CASE("ranks in different collectives are told so, long before the timeout")
   CHECK(said.failure.cause == 2);
   CHECK(said.failure.call.operation == "all_reduce");
   CHECK(said.failure.call.sequence == 4);
-}
-
-TEST_CASE("no program with a mistake in its collectives ends with exit code 0, and a right one does",
-          "[.release]") {
-  for (unsigned seed = 0; seed < 60; seed += 4) {
-    std::vector<std::unique_ptr<Process>> runs;
-    std::vector<bool> wrong;
-    for (unsigned one = seed; one < seed + 4; ++one) {
-      std::mt19937 random(one);
-      const int size = 2 + static_cast<int>(one % 2);
-      const int culprit = one % 6 == 0 ? -1 : static_cast<int>(one) % size;
-      const auto called = [&](std::vector<Step> steps) {  // as the program does
-        for (Step& step : steps) {
-          step.label = 0;
-          step.root %= size;
-        }
-        return steps;
-      };
-      const auto right = random_steps(random);
-      const auto mistake = mistaken(right, random);
-      wrong.push_back(culprit >= 0 && called(mistake) != called(right));
-      runs.emplace_back(new Process(start({test_program("comm_fault"), fmt::format("calls of {}", one),
-                                           std::to_string(culprit), "--nproc", std::to_string(size)},
-                                          {{"OMP_NUM_THREADS", "1"}})));
-    }
-    for (std::size_t i = 0; i < runs.size(); ++i) {
-      REQUIRE(runs[i]->wait(Milliseconds(30000)));
-      CAPTURE(seed + i, runs[i]->error());
-      CHECK((runs[i]->exit_code() != 0) == wrong[i]);
-    }
-  }
 }
 
 }  // namespace faults_test

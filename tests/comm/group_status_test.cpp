@@ -35,7 +35,8 @@ void enter(GroupStatus& status, const Step& step) {
   const std::vector<at::Tensor> tensors{at::empty({step.elements}, dtypes[step.dtype])};
   const auto op = step.op < 0 ? std::nullopt : std::optional(static_cast<ReduceOp>(step.op));
   const auto root = step.root < 0 ? std::nullopt : std::optional(step.root);
-  status.enter(step.operation, {}, CallContent::of(op, root, tensors),
+  status.enter(lockstep_test::operations[static_cast<std::size_t>(step.operation)], {},
+               CallContent::of(op, root, tensors),
                std::make_shared<const std::string>("bucket " + std::to_string(step.label)));
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -11,10 +12,24 @@
 /// Random programs of collectives, and what one mistake makes of them.
 namespace lockstep_test {
 
-/// A collective. `op` is -1 for a broadcast, `root` for an all-reduce; `dtype` is the number of float32, float64 or bfloat16.
+enum class Operation {
+  all_reduce,
+  reduce,
+  reduce_scatter,
+  broadcast,
+  all_gather,
+  all_to_all,
+  bytes,
+  barrier
+};
+inline constexpr std::array operations{"all_reduce", "reduce",     "reduce_scatter",   "broadcast",
+                                       "all_gather", "all_to_all", "all_gather_bytes", "barrier"};
+
+/// A collective. `op` is -1 where nothing is reduced, `root` where there is none; `dtype` is the number of float32, float64 or
+/// bfloat16.
 struct Step {
-  const char* operation = "all_reduce";
-  int op = 0, root = -1;
+  Operation operation = Operation::all_reduce;
+  int op = -1, root = -1;
   int dtype = 0;
   std::int64_t elements = 1;
   int label = 0;
@@ -25,13 +40,16 @@ inline std::vector<Step> random_steps(std::mt19937& random) {
   const auto below = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
   std::vector<Step> steps(1 + random() % 300);
   for (Step& step : steps) {
-    const bool reduces = below(3) > 0;
-    step = {reduces ? "all_reduce" : "broadcast",
-            reduces ? below(5) : -1,
-            reduces ? -1 : below(4),
+    const int kind = below(3) > 0 ? 0 : below(static_cast<int>(operations.size()));
+    step = {static_cast<Operation>(kind),
+            kind < 3 ? below(5) : -1,
+            kind == 1 || kind == 3 ? below(4) : -1,
             below(2),
             1 + below(8),
             below(3)};
+    if (step.operation < Operation::bytes) continue;
+    step.dtype = 0;  // which these do not have
+    step.elements = 1;
   }
   return steps;
 }
@@ -40,6 +58,7 @@ inline std::vector<Step> random_steps(std::mt19937& random) {
 inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random) {
   const auto at = static_cast<std::ptrdiff_t>(random() % steps.size());
   Step& step = steps[static_cast<std::size_t>(at)];
+  const bool moves = step.operation < Operation::bytes;
   switch (random() % 9) {
     case 0:
       steps.erase(steps.begin() + at);
@@ -51,7 +70,7 @@ inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random)
       std::swap(step, steps[random() % steps.size()]);
       break;
     case 3:
-      step.dtype = 2;
+      step.dtype = moves ? 2 : 0;
       break;
     case 4:
       step.op = step.op < 0 ? step.op : (step.op + 1) % 5;
@@ -60,7 +79,7 @@ inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random)
       step.root = step.root < 0 ? step.root : step.root + 1;
       break;
     case 6:
-      ++step.elements;
+      step.elements += moves;
       break;
     case 7:
       ++step.label;

@@ -119,12 +119,13 @@ class Simulation : lockstep_test::VirtualTime {
   }
   // Messages and bytes to and from one rank, the most of any, and of the store.
   struct Traffic {
-    std::uint64_t messages = 0, bytes = 0;
+    std::uint64_t messages = 0, bytes = 0, running = 0;  // running: messages since it is in the communicator
   };
   [[nodiscard]] Traffic most_of_a_rank() const {
     Traffic most;
     for (const auto& rank : ranks_) {
       most.messages = std::max(most.messages, rank->traffic.messages);
+      most.running = std::max(most.running, rank->traffic.running);
       most.bytes = std::max(most.bytes, rank->traffic.bytes);
     }
     return most;
@@ -190,6 +191,7 @@ class Simulation : lockstep_test::VirtualTime {
   void count(Rank& rank, std::size_t bytes) {
     for (Traffic* traffic : {&rank.traffic, &all_}) {
       ++traffic->messages;
+      traffic->running += rank.in_group;
       traffic->bytes += bytes;
     }
   }
@@ -774,16 +776,17 @@ TEST_CASE("no request may name more ranks than a run has, and no event one that 
 }
 
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {
-  fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages", "bytes",
-             "store's", "bytes", "s");
+  fmt::print("{:>6} {:>8} | {:>8} {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages",
+             "running", "bytes", "store's", "bytes", "s");
   for (const int size : {2, 8, 64, 512, 4096})
     for (const Fault fault : {Fault::none, Fault::throws, Fault::other_call}) {
       Simulation simulation(1, size, fault, 3);
       simulation.run();
       simulation.check();
       const auto rank = simulation.most_of_a_rank(), all = simulation.of_the_store();
-      fmt::print("{:>6} {:>8} | {:>8} {:>9} | {:>9} {:>12} | {:>6.1f}\n", size, static_cast<int>(fault),
-                 rank.messages, rank.bytes, all.messages, all.bytes, simulation.length() / 1.0s);
+      fmt::print("{:>6} {:>8} | {:>8} {:>8} {:>9} | {:>9} {:>12} | {:>6.1f}\n", size, static_cast<int>(fault),
+                 rank.messages, rank.running, rank.bytes, all.messages, all.bytes,
+                 simulation.length() / 1.0s);
     }
 }
 

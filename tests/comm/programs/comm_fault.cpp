@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
@@ -104,10 +105,38 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
   auto steps = lockstep_test::random_steps(random);
   if (world.rank() == culprit) steps = lockstep_test::mistaken(std::move(steps), random);
   Comm comm{world};
+  using enum lockstep_test::Operation;
   for (const lockstep_test::Step& step : steps) {
-    auto tensor = at::ones({step.elements}, dtypes[step.dtype]);
-    step.op < 0 ? comm.broadcast(tensor, step.root % world.size()).synchronize()
-                : comm.all_reduce(tensor, static_cast<lockstep::ReduceOp>(step.op)).synchronize();
+    const auto options = at::TensorOptions(dtypes[step.dtype]);
+    const auto op = static_cast<lockstep::ReduceOp>(std::max(step.op, 0));
+    const int root = std::max(step.root, 0) % world.size();
+    auto tensor = at::ones({step.elements}, options);
+    auto rows = at::ones({world.size(), step.elements}, options), received = at::empty_like(rows);
+    switch (step.operation) {
+      case all_reduce:
+        comm.all_reduce(tensor, op).synchronize();
+        break;
+      case reduce:
+        comm.reduce(tensor, root, op).synchronize();
+        break;
+      case reduce_scatter:
+        comm.reduce_scatter(tensor, rows, op).synchronize();
+        break;
+      case broadcast:
+        comm.broadcast(tensor, root).synchronize();
+        break;
+      case all_gather:
+        comm.all_gather(rows, tensor).synchronize();
+        break;
+      case all_to_all:
+        comm.all_to_all(received, rows).synchronize();
+        break;
+      case bytes:
+        static_cast<void>(comm.all_gather_bytes("bytes"));
+        break;
+      case barrier:
+        comm.barrier();
+    }
   }
   return 0;
 }
