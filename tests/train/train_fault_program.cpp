@@ -2,6 +2,7 @@
 // its error. Rank 1 then lives on for a while, so that nobody learns of it by its end.
 //
 // usage: train_fault_program --nproc N MODE
+//        train_fault_program "save in FOLDER"
 #include <torch/torch.h>
 
 #include <chrono>
@@ -19,6 +20,7 @@
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
+#include "lockstep/train/checkpointer.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
@@ -153,10 +155,29 @@ void shard(const lockstep::World& world) {
   optimizer.step();
 }
 
+// Trains and saves after each step until it is killed, from where the process before was.
+void save(const lockstep::World& world, const std::string& folder) {
+  const auto adam = lockstep::MakeOptimizer{
+      [](std::vector<torch::Tensor> parameters) { return lockstep::Adam(std::move(parameters)); }};
+  Sequential net(torch::nn::Linear(3, 700), torch::nn::Linear(700, 700), torch::nn::Linear(700, 1));
+  net->to(torch::kDouble);
+  lockstep::Trainer trainer{world, {.steps = 1'000'000, .batch_size = 2, .progress = false}, net, adam};
+  lockstep::Checkpointer checkpoints{trainer, folder, {.every_steps = 1}};
+  checkpoints.load_latest();
+  const std::int64_t from = trainer.step();
+  trainer.fit(curve(64), squared_error, checkpoints, lockstep::OnStep{[&](const auto& report) {
+                if (report.step != from) return;
+                fmt::print("goes on at {}.\n", from);  // and writes
+                std::fflush(stdout);
+              }});
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string mode = argv[argc - 1];
+  if (mode.starts_with("save in "))
+    return lockstep::launch(argc, argv, [&](const lockstep::World& world) { save(world, mode.substr(8)); });
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     lockstep_test::meet(world);
     std::string said = "nothing";

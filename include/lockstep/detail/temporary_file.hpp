@@ -32,8 +32,10 @@ inline bool try_lock(int descriptor) {
 /// is written. It has the permissions of the file that it replaces.
 class TemporaryFile {
  public:
+  static constexpr const char* suffix = ".lockstep.tmp";
+
   explicit TemporaryFile(const std::filesystem::path& path, std::chrono::seconds timeout = file_lock_timeout)
-      : name_(path.string() + ".lockstep.tmp") {
+      : name_(path.string() + suffix) {
     struct ::stat replaced {};
     const bool replaces = ::stat(path.c_str(), &replaced) == 0;
     const mode_t mode = replaces ? replaced.st_mode & 0777 : 0666;

@@ -110,13 +110,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     const detail::CallScope scope("Trainer::save_checkpoint");
-    prepare_save("save_checkpoint", "OnStep or OnEpoch");
-    if (position_.step_in_epoch == 0) follow_requires_grad();
-    auto run = checkpointed_run(parts...);
-    write_checkpoint(run, path, [&] {
-      if (save_data_position_ && !resumed_) position_.skipped = skipped_.count();
-      return own_state(run, !options_.ddp.syncs_buffers(), meter_, parts_, save_data_position_, resumed_);
-    });
+    take_checkpoint(
+        "save_checkpoint", [&](auto& archive) { write_file_atomically(path, detail::bytes_of(archive)); },
+        parts...);
   }
   /// Restores a checkpoint of save_checkpoint into a trainer that was constructed with the same arguments.
   /// Call it before `fit`. If the checkpoint was saved inside a `fit`, the next `fit` resumes the saved one:
@@ -201,6 +197,19 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       throw detail::CollectiveError<UsageError>(
           detail::formatted("{} was called during a step: call it in an {} callback", name, callbacks));
     ddp_.synchronize();
+  }
+  template <class Take, class... Parts>
+  void take_checkpoint(const char* name, Take&& take, const Parts&... parts) {
+    prepare_save(name, "OnStep or OnEpoch");
+    if (position_.step_in_epoch == 0) follow_requires_grad();
+    auto run = checkpointed_run(parts...);
+    detail::take_checkpoint(
+        run,
+        [&] {
+          if (save_data_position_ && !resumed_) position_.skipped = skipped_.count();
+          return own_state(run, !options_.ddp.syncs_buffers(), meter_, parts_, save_data_position_, resumed_);
+        },
+        take);
   }
   void forbid_inside_fit(const char* name) const {
     forbid_in_rank_zero_scope(name);

@@ -134,10 +134,10 @@ RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters&
   return state;
 }
 
-/// Writes a checkpoint on rank 0. Collective. `own_state()` returns this rank's RankState. An error on any rank
-/// is thrown on every rank.
-template <class Run, class OwnState>
-void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
+/// Takes a checkpoint: calls `take(archive)` on rank 0 with what its file is to hold, which refers to the run's tensors.
+/// Collective. `own_state()` returns this rank's RankState. An error on any rank is thrown on every rank.
+template <class Run, class OwnState, class Take>
+void take_checkpoint(Run run, OwnState&& own_state, Take&& take) {
   std::string own;
   agree<CheckpointError>(run.comm, [&] { own = own_state().bytes(); });
   const c10::IValue ddp = run.ddp.state();
@@ -155,7 +155,7 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     run.each_more([&]<class Part>([[maybe_unused]] const std::string& key, [[maybe_unused]] Part& part) {
       if constexpr (!PerRankPart<Part>) write_part(archive, key, part);
     });
-    write_file_atomically(path, bytes_of(archive));
+    take(archive);
   });
 }
 
@@ -307,6 +307,11 @@ struct RunAccess {
   static auto to_save(T& trainer, const char* name, const char* callbacks) {
     trainer.prepare_save(name, callbacks);
     return trainer.checkpointed_run();
+  }
+  /// See detail::take_checkpoint. Throws as save_checkpoint.
+  template <class T, class Take, class... Parts>
+  static void take_checkpoint(T& trainer, const char* name, Take&& take, const Parts&... parts) {
+    trainer.take_checkpoint(name, take, parts...);
   }
   /// Calls `restore(run)` in the function `name`. Throws as load_checkpoint.
   template <class T, class Restore>

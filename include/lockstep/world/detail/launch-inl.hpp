@@ -13,14 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
-
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/host_share.hpp"
+#include "lockstep/world/detail/library_log.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/place.hpp"
 #include "lockstep/world/detail/run_end.hpp"
@@ -32,24 +30,6 @@
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// Prints each TORCH_WARN on one line.
-struct PlainWarnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override {
-    const std::string line = "warning: " + warning.msg() + "\n";
-    std::fwrite(line.data(), 1, line.size(), stderr);
-  }
-};
-
-/// Stops c10d from logging a stack trace for each connection that ends with a store: lockstep's own error
-/// explains it. TORCH_WARN of the calling thread is still printed. No-op if TORCH_CPP_LOG_LEVEL is set.
-LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
-  if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
-  constexpr int error = 2;  // its name differs between versions of LibTorch, and with glog
-  FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
-  static PlainWarnings warnings;
-  c10::WarningUtils::set_warning_handler(&warnings);
-}
 
 /// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
 /// receive printed output.
