@@ -57,7 +57,10 @@ at::Tensor drawn(std::int64_t count, at::ScalarType type) {
   return numbers.to(type);
 }
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return at::equal(a.view({-1}).view(at::kByte), b.view({-1}).view(at::kByte));
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.clone(at::MemoryFormat::Contiguous).view({-1}).view(at::kByte);
+  };
+  return at::equal(bytes(a), bytes(b));
 }
 
 void check_bits(const std::vector<std::int64_t>& counts, const std::vector<at::ScalarType>& types,
@@ -273,11 +276,211 @@ TEST_CASE("reduce_scatter has the bits of Gloo's") {
         comm.reduce_scatter(row, rows).wait();
         CHECK(same_bits(row, expected));
         comm.reduce_scatter(apart, rows).wait();
-        CHECK(same_bits(apart.clone(at::MemoryFormat::Contiguous), expected));
+        CHECK(same_bits(apart, expected));
       };
       check(shm);
       check(gloo);
     }
+}
+
+using Tensors = std::vector<at::Tensor>;
+
+Tensors list_of(std::int64_t count, at::ScalarType type) {
+  Tensors list;
+  for (int i = 0; i < test_world().size(); ++i) list.push_back(drawn(count, type));
+  return list;
+}
+// Tensors of the shape of `like` that are zero, and not contiguous where `apart`.
+Tensors zeros_like(const Tensors& like, bool apart) {
+  Tensors list;
+  for (const at::Tensor& tensor : like) {
+    at::Tensor zeros = at::zeros({tensor.numel(), apart ? 2 : 1}, tensor.options());
+    list.push_back(zeros.select(1, 0).view(tensor.sizes()));
+  }
+  return list;
+}
+
+TEST_CASE("gather, scatter and reduce_scatter have the bits of Gloo's") {
+  const auto shm = shm_backend(), gloo = gloo_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  torch::manual_seed(200 + rank);
+  for (const std::int64_t count : {0, 1, 7, 1000, 70001})
+    for (const auto type : {at::kFloat, at::kBFloat16, at::kLong})
+      for (const bool apart : {false, true}) {
+        const int root = apart ? 0 : ranks - 1;
+        CAPTURE(count, c10::toString(type), root, apart);
+        const Tensors inputs = list_of(count, type);
+        // `run(backend, outputs, inputs)` starts an operation.
+        const auto compare = [&](const char* name, const auto& run) {
+          CAPTURE(name);
+          Tensors expected = zeros_like(inputs, false), outputs = zeros_like(inputs, apart), own = inputs;
+          run(*gloo, expected, own)->wait();
+          run(*shm, outputs, own)->wait();
+          for (std::size_t i = 0; i < outputs.size(); ++i) CHECK(same_bits(outputs[i], expected[i]));
+          for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(at::equal(own[i], inputs[i]));
+        };
+        compare("gather", [&](c10d::Backend& backend, const Tensors& to, const Tensors& from) {
+          std::vector<Tensors> lists(rank == root ? 1 : 0, to);
+          Tensors input{from[0]};
+          return backend.gather(lists, input, {.rootRank = root});
+        });
+        compare("scatter", [&](c10d::Backend& backend, const Tensors& to, const Tensors& from) {
+          std::vector<Tensors> lists(rank == root ? 1 : 0, from);
+          Tensors output{to[0]};
+          return backend.scatter(output, lists, {.rootRank = root});
+        });
+        if (count == 0) continue;  // Gloo's reduce_scatter refuses it
+        for (const auto op : {Op::SUM, Op::MAX}) {
+          compare("reduce_scatter", [&](c10d::Backend& backend, const Tensors& to, const Tensors& from) {
+            std::vector<Tensors> lists{from};
+            Tensors output{to[0]};
+            return backend.reduce_scatter(output, lists, {.reduceOp = op});
+          });
+          compare("reduce_scatter_single", [&](c10d::Backend& backend, Tensors& to, const Tensors& from) {
+            at::Tensor rows = at::cat(from);
+            return lockstep::detail::reduce_scatter_single(backend, to[0], rows,
+                                                           c10d::ReduceScatterOptions{.reduceOp = op});
+          });
+        }
+      }
+}
+
+// How many rows rank `from` sends to rank `to`: none to some.
+std::int64_t split_size(int from, int to, std::int64_t scale) {
+  return (from + 2 * to + 1) % 3 * scale;
+}
+
+TEST_CASE("all-to-alls in uneven parts have the bits of Gloo's") {
+  const auto shm = shm_backend(), gloo = gloo_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  using Sizes = std::vector<std::int64_t>;
+  const auto run = [](c10d::Backend& backend, at::Tensor& to, at::Tensor& from, Sizes out, Sizes in) {
+    backend.alltoall_base(to, from, out, in)->wait();  // Gloo's takes the sizes away
+  };
+  for (const std::int64_t scale : {0, 1, 5, 100003})
+    for (const auto type : {at::kFloat, at::kBFloat16, at::kLong}) {
+      CAPTURE(scale, c10::toString(type));
+      Sizes out, in, even, none;
+      Tensors outputs, inputs;
+      for (int other = 0; other < ranks; ++other) {
+        out.push_back(split_size(other, rank, scale));
+        in.push_back(split_size(rank, other, scale));
+        even.push_back(2);
+      }
+      at::Tensor input = drawn(3 * c10::sum_integers(in), type).view({-1, 3});
+      at::Tensor expected = at::zeros({c10::sum_integers(out), 3}, type), output = at::zeros_like(expected);
+      run(*gloo, expected, input, out, in);
+      run(*shm, output, input, out, in);
+      CHECK(same_bits(output, expected));
+
+      for (const std::int64_t rows : in) inputs.push_back(drawn(3 * rows, type).view({3, rows}).t());
+      for (const std::int64_t rows : out) outputs.push_back(at::zeros({3, rows}, type).t());
+      input = at::cat(inputs).contiguous();
+      run(*gloo, expected, input, out, in);
+      shm->alltoall(outputs, inputs)->wait();
+      CHECK(same_bits(at::cat(outputs), expected));
+
+      at::Tensor rows = drawn(2 * ranks * 4, type).view({2 * ranks, 4}), to = at::zeros_like(rows),
+                 by_gloo = at::zeros_like(rows);
+      run(*gloo, by_gloo, rows, even, even);
+      run(*shm, to, rows, even, none);
+      CHECK(same_bits(to, by_gloo));
+    }
+}
+
+TEST_CASE("uneven all-to-alls and messages are in flight together, and nobody holds their tensors or Works") {
+  const auto shm = shm_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  const auto launch = [&](int number, at::Tensor& output) {
+    std::vector<std::int64_t> out, in;
+    for (int other = 0; other < ranks; ++other) {
+      out.push_back(split_size(other, rank, 200000));
+      in.push_back(split_size(rank, other, 200000));
+    }
+    output = at::zeros({c10::sum_integers(out)}, at::kInt);
+    at::Tensor input = at::full({c10::sum_integers(in)}, 10 * rank + number, at::kInt);
+    return shm->alltoall_base(output, input, out, in);
+  };
+  const auto check = [&](int number, const at::Tensor& output) {
+    std::int64_t begin = 0;
+    for (int other = 0; other < ranks; ++other) {
+      const std::int64_t rows = split_size(other, rank, 200000);
+      CHECK((output.narrow(0, begin, rows) == 10 * other + number).all().item<bool>());
+      begin += rows;
+    }
+  };
+  Tensors sent{at::full({300000}, rank, at::kInt)}, received{at::zeros({300000}, at::kInt)};
+  at::Tensor first, second, third;
+  const auto one = launch(1, first);
+  const auto message = shm->send(sent, (rank + 1) % ranks, 0);
+  const auto two = launch(2, second);
+  int ends = 0;
+  static_cast<lockstep::detail::HostWork&>(*two).at_end([&](bool failed) { ends += failed ? 100 : 1; });
+  two->wait();
+  CHECK(ends == 1);
+  CHECK(two->isCompleted());
+  CHECK(two->isSuccess());
+  check(2, second);
+  shm->recv(received, (rank + ranks - 1) % ranks, 0)->wait();
+  CHECK(received[0][299999].item<int>() == (rank + ranks - 1) % ranks);
+  one->wait();
+  check(1, first);
+  message->wait();
+  launch(3, third).reset();
+  auto& own = dynamic_cast<lockstep::detail::HostBackend&>(*shm);
+  CHECK(own.drain(std::chrono::steady_clock::now() + std::chrono::seconds(60)));  // sent
+  shm->barrier()->wait();
+  check(3, third);
+}
+
+TEST_CASE("lists and sizes that do not fit are refused") {
+  const auto shm = shm_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  Tensors row{at::ones({4})}, list = list_of(4, at::kFloat), longer = list_of(4, at::kFloat);
+  longer.push_back(row[0]);
+  std::vector<Tensors> none, lists{list}, long_lists{longer};
+  CHECK_THROWS_WITH(shm->gather(rank == 0 ? none : lists, row, {.rootRank = 0}),
+                    ContainsSubstring("must have one list"));
+  CHECK_THROWS_WITH(shm->scatter(row, rank == 0 ? none : lists, {.rootRank = 0}),
+                    ContainsSubstring("must have one list"));
+  CHECK_THROWS_WITH(shm->gather(none, row, {.rootRank = ranks}), ContainsSubstring("a rank of the group"));
+  CHECK_THROWS_WITH(shm->reduce_scatter(row, long_lists), ContainsSubstring("one tensor for each rank"));
+  if (rank == 0) {
+    CHECK_THROWS_WITH(shm->gather(long_lists, row), ContainsSubstring("one tensor for each rank"));
+    CHECK_THROWS_WITH(shm->scatter(row, long_lists), ContainsSubstring("one tensor for each rank"));
+  }
+  at::Tensor rows = at::ones({2 * ranks}), other = at::ones({2 * ranks}, at::kLong), one = at::ones({2});
+  CHECK_THROWS_WITH(shm->_reduce_scatter_base(one, other), ContainsSubstring("must have one row"));
+  CHECK_THROWS_WITH(shm->alltoall(list, longer), ContainsSubstring("one tensor for each rank"));
+  CHECK_THROWS_WITH(shm->alltoall(longer, longer), ContainsSubstring("one tensor for each rank"));
+  std::vector<std::int64_t> even(static_cast<std::size_t>(ranks), 2), uneven = even, more = even;
+  ++uneven[0];
+  more.push_back(0);
+  CHECK_THROWS_WITH(shm->alltoall_base(rows, rows, uneven, even), ContainsSubstring("Split sizes"));
+  CHECK_THROWS_WITH(shm->alltoall_base(rows, rows, even, uneven), ContainsSubstring("Split sizes"));
+  CHECK_THROWS_WITH(shm->alltoall_base(rows, rows, more, even), ContainsSubstring("Number of tensor splits"));
+  CHECK_THROWS_WITH(shm->send(row, 0, -1), ContainsSubstring("there is no tag -1"));
+  shm->barrier()->wait();
+}
+
+TEST_CASE("ranks whose split sizes differ fail, and those that launch another collective", "[2+]") {
+  using lockstep::detail::OtherOperation;
+  const auto shm = shm_backend();
+  const int rank = test_world().rank(), ranks = test_world().size();
+  const bool last = rank == ranks - 1;
+  Tensors outputs = list_of(3, at::kFloat), inputs = list_of(3, at::kFloat);
+  if (rank == 0) inputs.back() = at::ones({5});
+  const auto work = shm->alltoall(outputs, inputs);
+  if (last) {
+    CHECK_THROWS_AS(work->wait(), OtherOperation);
+    CHECK(work->isCompleted());
+    CHECK_FALSE(work->isSuccess());
+  } else {
+    CHECK_NOTHROW(work->wait());
+  }
+  shm->barrier()->wait();
+  const auto other = last ? shm->allreduce(inputs = {at::ones({3})}) : shm->alltoall(outputs, inputs);
+  CHECK_THROWS_AS(other->wait(), OtherOperation);
 }
 
 }  // namespace shm_ranks_test

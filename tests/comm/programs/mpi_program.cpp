@@ -128,6 +128,27 @@ void check_backend(const World& world, MPI_Comm comm) {
   at::Tensor repeated = row(rank).repeat({size}), received_rows = at::empty_like(repeated);
   all_to_all_single(*backend, received_rows, repeated)->wait();
   check_equal(received_rows.view({size, -1}), at::stack(all_rows), "pieces of an all-to-all");
+  std::vector<Tensors> gathered, scattered, parts{all_rows};
+  if (rank == last) gathered = {Tensors(all.zero_().unbind(0))}, scattered = {all_rows};
+  wait(backend->gather(gathered, own, {.rootRank = last}));
+  if (rank == last) check_equal(all, at::stack(all_rows), "gather");
+  Tensors output{at::zeros({50}, at::kLong)};
+  wait(backend->scatter(output, scattered, {.rootRank = last}));
+  check_equal(output[0], own[0], "scatter");
+  wait(backend->reduce_scatter(output, parts, {}));
+  check_equal(output[0], own[0] * size, "reduce_scatter");
+  reduce_scatter_single(*backend, output[0].zero_(), repeated = at::cat(all_rows),
+                        c10d::ReduceScatterOptions{})
+      ->wait();
+  check_equal(output[0], own[0] * size, "reduce_scatter of one tensor");
+  Tensors uneven, expected, received;  // rank s sends (s + 2 r) % 3 numbers to rank r
+  for (int of = 0; of < size; ++of) {
+    uneven.push_back(at::full({(rank + 2 * of) % 3 * 30}, rank));
+    expected.push_back(at::full({(of + 2 * rank) % 3 * 30}, of));
+    received.push_back(at::zeros_like(expected.back()));
+  }
+  wait(backend->alltoall(received, uneven));
+  check_equal(at::cat(received), at::cat(expected), "an uneven all-to-all");
   Tensors reduced{row(rank)};
   wait(backend->allreduce(reduced, {}));
   check_equal(reduced[0], sum, "pieces of allreduce");

@@ -5,14 +5,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/detail/host_operation.hpp"
@@ -42,6 +45,9 @@ class HostWork : public c10d::Work {
   virtual bool wait_until(std::chrono::steady_clock::time_point until) = 0;
   /// See HostOperation::at_end.
   virtual void at_end(HostOperation::Function function) = 0;
+  /// Adds the operations of another Work of the backend. The Work completes with its last operation, or fails with the first
+  /// that fails.
+  virtual void join(const c10d::Work& other) = 0;
 
   bool wait(std::chrono::milliseconds timeout = std::chrono::milliseconds(0)) override {
     using Clock = std::chrono::steady_clock;
@@ -53,39 +59,56 @@ class HostWork : public c10d::Work {
   void synchronize() override { static_cast<void>(wait()); }
 };
 
-/// The HostWork of an operation that `*engine` runs.
+/// The HostWork of operations that `*engine` runs.
 template <class Engine>
 class EngineWork final : public HostWork {
  public:
   using Operation = typename std::pointer_traits<Engine>::element_type::Operation;
 
   EngineWork(Engine engine, Operation operation)
-      : engine_(std::move(engine)), operation_(std::move(operation)) {}
+      : engine_(std::move(engine)), operations_{std::move(operation)} {}
 
   bool wait_until(std::chrono::steady_clock::time_point until) override {
-    return engine_->wait(until, [this] { return operation_->ended(); });
+    return engine_->wait(until, [this] { return ended(); });
   }
   void at_end(HostOperation::Function function) override {
-    engine_->at_end(*operation_, std::move(function));
+    const auto left = std::make_shared<std::size_t>(operations_.size());  // guarded by the engine's mutex
+    for (const auto& operation : operations_)
+      engine_->at_end(*operation, [left, function](bool failed) {
+        if (*left > 0 && (*left = failed ? 0 : *left - 1) == 0) function(failed);
+      });
+  }
+  void join(const c10d::Work& other) override {
+    operations_.append(static_cast<const EngineWork&>(other).operations_);
   }
   bool isCompleted() override {
-    if (!operation_->ended()) engine_->move_on();
-    return operation_->ended();
+    if (!ended()) engine_->move_on();
+    return ended();
   }
-  bool isSuccess() const override { return operation_->ended() && !operation_->error; }
-  std::exception_ptr exception() const override { return operation_->ended() ? operation_->error : nullptr; }
-  void abort() override { engine_->abort(*operation_); }
+  bool isSuccess() const override { return ended() && !exception(); }
+  std::exception_ptr exception() const override {
+    for (const auto& operation : operations_)
+      if (operation->ended() && operation->error) return operation->error;
+    return nullptr;
+  }
+  void abort() override { engine_->abort(*operations_[0]); }
 
  private:
+  [[nodiscard]] bool ended() const {
+    return exception() || std::all_of(operations_.begin(), operations_.end(),
+                                      [](const auto& operation) { return operation->ended(); });
+  }
+
   const Engine engine_;
-  const Operation operation_;
+  c10::SmallVector<Operation, 1> operations_;
 };
 
 /// A backend of lockstep's own, on the host. It may have no thread: a thread that waits for one operation moves the others
 /// on. So the group waits by HostWork::wait_until, and does not ask in a loop whether the operation has completed.
 ///
 /// A derived class launches operations on one tensor; the operations of c10d are made of them here. Tensors are dense
-/// and on the CPU. All-to-alls in uneven parts are refused.
+/// and on the CPU. An all-to-all with split sizes or of lists consists of messages: unlike Gloo, either all ranks give
+/// split sizes or none does.
 class HostBackend : public c10d::Backend, public AbortableBackend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -103,18 +126,75 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
     return run(Kind::reduce, one(tensors), tensors[0], options.rootRank, options.reduceOp);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
-    return into_list(outputs.at(0), one(inputs),
-                     [&](const at::Tensor& output) { return run(Kind::all_gather, inputs[0], output); });
+    const Tensors& list = outputs.at(0);
+    const at::Tensor& row = one(inputs);
+    check_list(list, row);
+    bool in_place = true;  // contiguous, one after the other
+    for (std::size_t i = 0; i < list.size(); ++i)
+      in_place =
+          in_place && list[i].is_contiguous() && data_of(list[i]) == data_of(list[0]) + i * row.nbytes();
+    if (in_place)
+      return run(Kind::all_gather, row,
+                 at::from_blob(
+                     data_of(list[0]), {getSize(), row.numel()}, [list](void*) {},
+                     row.options().requires_grad(false)));
+    const at::Tensor rows = new_rows(row);
+    return copied(run(Kind::all_gather, row, rows), list, rows.unbind(0));
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
     check_rows(output, input);
     return run(Kind::all_gather, input, output);
   }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override {
+    check_root_list(outputs, options.rootRank);
+    std::vector<Tensors> lists{outputs.empty() ? new_rows(one(inputs)).unbind(0) : outputs[0]};
+    return allgather(lists, inputs, {});
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override {
+    check_root_list(inputs, options.rootRank);
+    if (!inputs.empty()) check_list(inputs[0], one(outputs));
+    const at::Tensor rows = inputs.empty() ? new_rows(one(outputs)) : at::stack(inputs[0]).detach();
+    return copied(run(Kind::broadcast, rows, rows, options.rootRank), {outputs[0]}, {rows[getRank()]});
+  }
+  // As Gloo's: an all-reduce of each tensor of a list, or of all rows at once.
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    check_list(inputs.at(0), one(outputs));
+    WorkPtr work;
+    for (std::size_t i = 0; i < inputs[0].size(); ++i) {
+      const at::Tensor sum = inputs[0][i].detach().clone(at::MemoryFormat::Contiguous);
+      const at::Tensor& to = static_cast<int>(i) == getRank() ? outputs[0] : sum;
+      join(work, copied(run(Kind::all_reduce, sum, sum, 0, options.reduceOp), {to}, {sum}));
+    }
+    return work;
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    check_rows(input, output);
+    const at::Tensor rows = input.detach().clone(at::MemoryFormat::Contiguous).view({getSize(), -1});
+    return copied(run(Kind::all_reduce, rows, rows, 0, options.reduceOp), {output}, {rows[getRank()]});
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
+    TORCH_CHECK(outputs.size() == inputs.size() && static_cast<int>(inputs.size()) == getSize(),
+                "there must be one tensor for each rank");
+    WorkPtr work = run(Kind::barrier, {}, {});  // detects a rank that has launched another collective
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const auto peer = static_cast<int>(i);
+      const at::Tensor to = outputs[i].contiguous();
+      join(work, run(Kind::send, inputs[i].contiguous(), {}, peer));
+      join(work, copied(run(Kind::receive, {}, to, peer), {outputs[i]}, {to}));
+    }
+    return work;
+  }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
-                        std::vector<std::int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
-    for (const auto* sizes : {&output_sizes, &input_sizes})
-      TORCH_CHECK(std::adjacent_find(sizes->begin(), sizes->end(), std::not_equal_to<>()) == sizes->end(),
-                  getBackendName(), " has no all-to-all in uneven parts");
+                        std::vector<std::int64_t>& input_sizes,
+                        const c10d::AllToAllOptions& options) override {
+    if (!output_sizes.empty() || !input_sizes.empty()) {
+      Tensors outputs = parts(output, output_sizes), inputs = parts(input, input_sizes);
+      return alltoall(outputs, inputs, options);
+    }
     TORCH_CHECK(output.nbytes() == input.nbytes() && input.numel() % getSize() == 0,
                 "the tensors of an all-to-all have one size, which the number of ranks divides");
     return run(Kind::all_to_all, input, output);
@@ -168,38 +248,41 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
       TORCH_CHECK(tensor.scalar_type() == row.scalar_type() && tensor.numel() == row.numel(),
                   "the tensors must have one dtype and one size");
   }
-  /// Launches an operation by `start(rows)` whose output is a list of tensors, one for each rank: in place if they are
-  /// contiguous, one after the other.
-  template <class Start>
-  WorkPtr into_list(const Tensors& outputs, const at::Tensor& row, const Start& start) const {
-    check_list(outputs, row);
-    bool in_place = true;
-    for (std::size_t i = 0; i < outputs.size(); ++i)
-      in_place = in_place && outputs[i].is_contiguous() &&
-                 data_of(outputs[i]) == data_of(outputs[0]) + i * row.nbytes();
-    const std::vector<std::int64_t> sizes{getSize(), row.numel()};
-    const auto options = row.options().requires_grad(false);
-    if (in_place)
-      return start(at::from_blob(
-          data_of(outputs[0]), sizes, [outputs](void*) {}, options));
-    const at::Tensor all = at::empty(sizes, options);
-    const WorkPtr work = start(all);
-    static_cast<HostWork&>(*work).at_end([all, outputs](bool failed) {
+  void check_root_list(const std::vector<Tensors>& lists, std::int64_t root) const {
+    TORCH_CHECK(root >= 0 && root < getSize() && lists.size() == (getRank() == root ? 1 : 0),
+                "the root, a rank of the group, must have one list of tensors, and the other ranks none");
+  }
+  [[nodiscard]] at::Tensor new_rows(const at::Tensor& row) const {
+    return at::empty({getSize(), row.numel()}, row.options().requires_grad(false));
+  }
+  [[nodiscard]] Tensors parts(const at::Tensor& tensor, const std::vector<std::int64_t>& sizes) const {
+    c10d::checkSplitSizes(sizes, tensor, getSize());
+    return sizes.empty() ? tensor.detach().tensor_split(getSize()) : tensor.detach().split_with_sizes(sizes);
+  }
+  /// Copies `from` to `to` when the work ends, until which they stay alive.
+  static WorkPtr copied(WorkPtr work, const Tensors& to, const Tensors& from) {
+    static_cast<HostWork&>(*work).at_end([to, from](bool failed) {
       const at::NoGradGuard no_grad;
-      for (std::size_t i = 0; !failed && i < outputs.size(); ++i)
-        outputs[i].detach().copy_(all[static_cast<std::int64_t>(i)].view(outputs[i].sizes()));
+      for (std::size_t i = 0; !failed && i < to.size(); ++i)
+        if (!to[i].is_same(from[i])) to[i].detach().copy_(from[i].view(to[i].sizes()));
     });
     return work;
   }
+  static void join(WorkPtr& work, const WorkPtr& part) {
+    work ? static_cast<HostWork&>(*work).join(*part) : void(work = part);
+  }
   WorkPtr run(Kind kind, const at::Tensor& input, const at::Tensor& output, std::int64_t root = 0,
-              std::optional<c10d::ReduceOp::RedOpType> op = {}, int tag = 0) {
+              std::optional<c10d::ReduceOp::RedOpType> op = {}, std::optional<int> tag = {}) {
     TORCH_CHECK(root >= 0 && root < getSize(), "there is no rank ", root, " in a group of ", getSize());
+    TORCH_CHECK(!tag || *tag >= 0, "there is no tag ", *tag);
     for (const at::Tensor* tensor : {&input, &output})
       TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()), getBackendName(),
                   " moves dense and contiguous tensors on the CPU");
     const std::size_t rows = kind == Kind::all_to_all ? static_cast<std::size_t>(getSize()) : 1;
     const std::size_t row = input.defined() ? input.nbytes() / rows : output.defined() ? output.nbytes() : 0;
-    return launch({kind, input, output, static_cast<int>(root), tag, op, rows, row});
+    // The messages of all-to-alls have the tag 0, the program's those from 1.
+    const int own_tag = tag ? static_cast<int>(*tag + 1U) : 0;
+    return launch({kind, input, output, static_cast<int>(root), own_tag, op, rows, row});
   }
 };
 

@@ -527,8 +527,11 @@ class ShmEngine {
       }
       if (operation.slot == ShmMemory::messages) return;
       ShmMessage& message = memory_->message(peer, rank_, operation.slot);
-      if (message.bytes != operation.row || message.signature != operation.signature)
+      if (message.bytes != operation.row || message.signature != operation.signature) {
+        message.state.store(ShmMessage::none);  // the sender does not wait for another receive
+        wake(peer);
         return end(operation, error_of<OtherOperation>(other_message));
+      }
       if (message.block == ShmMemory::blocks) {
         message.state.store(ShmMessage::wanted);
         return wake(peer);
