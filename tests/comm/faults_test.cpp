@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <thread>
@@ -132,23 +133,112 @@ TEST_CASE("the rank that hosts the store does not wait for a rank that dies whil
   for (auto& rank : ranks.all) rank->signal(SIGKILL);
 }
 
+// What keeps rank `culprit` from sharing memory: comm_fault knows `what`, and `start` is in front of its command.
+struct Obstacle {
+  std::string what;
+  int culprit;
+  bool shares;  // nevertheless
+  std::vector<std::string> start = {};
+};
+Together with_obstacle(const Obstacle& obstacle) {
+  Together ranks;
+  const int port = free_port();
+  for (int rank = 0; rank < 3; ++rank) {
+    std::vector<std::string> command;
+    if (rank == obstacle.culprit) command = obstacle.start;
+    command.insert(command.end(), {test_program("comm_fault"), "unshared " + obstacle.what,
+                                   std::to_string(obstacle.culprit)});
+    auto variables = by_hand(rank, 3, port);
+    variables["OMP_NUM_THREADS"] = "1";
+    ranks.add(std::move(command), std::move(variables));
+  }
+  return ranks;
+}
+void check_sharing(Together ranks, bool shares) {
+  const auto codes = ranks.wait(Milliseconds(60000));
+  std::string said;
+  for (const auto& rank : ranks.all) said += rank->out() + rank->error();
+  CAPTURE(said);
+  CHECK(codes == std::vector{0, 0, 0});
+  CHECK(count(said, "right sum\n") == 3);
+  CHECK(count(said, "use Gloo: ") == (shares ? 0 : 1));
+  CHECK(count(said, "ShmComm: ") == (shares ? 0 : 3));
+}
+// Runs `script` in a mount namespace of its own, and then the command.
+std::vector<std::string> with_mounts(const std::string& script) {
+  return {"unshare", "--mount", "sh", "-c", "set -e; mount -t tmpfs " + script + "; exec \"$@\"", "sh"};
+}
+
 TEST_CASE("where ranks cannot share memory, CpuComm uses Gloo and says why once, and ShmComm throws on all") {
-  for (const auto& [why, culprit] : std::vector<std::pair<std::string, int>>{{"limit", 0}, {"user", 2}}) {
-    if (why == "user" && geteuid() != 0) {
+  for (const Obstacle& obstacle : std::vector<Obstacle>{{"limit", 0, false}, {"user", 2, false}}) {
+    if (obstacle.what == "user" && geteuid() != 0) {
       WARN("SKIPPED: only root can start a rank as another user");
       continue;
     }
-    Process process({test_program("comm_fault"), "unshared " + why, std::to_string(culprit), "--nproc", "3"},
-                    {{"OMP_NUM_THREADS", "1"}}, {});
-    REQUIRE(process.wait(Milliseconds(60000)));
-    CAPTURE(why, process.out(), process.error());
-    CHECK(process.exit_code() == 0);
-    CHECK(count(process.out(), "sum 3000\n") == 3);
-    CHECK(count(process.out(), "the ranks cannot share memory, and use Gloo: ") +
-              count(process.error(), "the ranks cannot share memory, and use Gloo: ") ==
-          1);
-    CHECK(count(process.out(), "ShmComm: ") == 3);
+    CAPTURE(obstacle.what);
+    check_sharing(with_obstacle(obstacle), obstacle.shares);
   }
+}
+
+TEST_CASE("limits, and memory that is full before or after the start, keep no sum from being right",
+          "[.release]") {
+  for (const Obstacle& obstacle : std::vector<Obstacle>{{"mapped", 1, false},
+                                                        {"locked", 1, true},
+                                                        {"memfd", 0, false},
+                                                        {"full", 0, false},
+                                                        {"full", 2, false},
+                                                        {"later full", 1, true},
+                                                        {"later limit", 1, true}}) {
+    CAPTURE(obstacle.what, obstacle.culprit);
+    check_sharing(with_obstacle(obstacle), obstacle.shares);
+  }
+}
+
+TEST_CASE("a rank at the limit of its memory cgroup is not killed for its blocks", "[.release]") {
+  const bool old = access("/sys/fs/cgroup/memory", F_OK) == 0;  // version 1
+  std::string group = old ? "/sys/fs/cgroup/memory/lockstepXXXXXX" : "/sys/fs/cgroup/lockstepXXXXXX";
+  if (mkdtemp(group.data()) == nullptr) {
+    WARN("SKIPPED: cannot create a memory cgroup");
+    return;
+  }
+  // Of all blocks for the sum the rank would need 64 MiB.
+  std::fstream limit(group + (old ? "/memory.limit_in_bytes" : "/memory.max"));
+  if (limit << (40 << 20) << std::flush)
+    check_sharing(with_obstacle({"later " + group, 1, true}), true);
+  else
+    WARN("SKIPPED: the cgroup limits no memory");
+  CHECK(rmdir(group.c_str()) == 0);
+}
+
+TEST_CASE("ranks in other namespaces add up the right sum", "[.release]") {
+  const TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  for (const Obstacle& obstacle : std::vector<Obstacle>{
+           {"", 1, true, {"unshare", "--pid", "--fork"}},
+           {"", 0, true, {"unshare", "--user", "--map-root-user"}},
+           {"", 1, true, {"unshare", "--ipc"}},
+           {"", 0, true, with_mounts("-o size=1M shm /dev/shm")},
+           {"", 2, false,
+            with_mounts("group /sys/fs/cgroup; cd /sys/fs/cgroup; echo 1400000 >memory.max; "
+                        "echo 0 >memory.current; cd -")},  // as a cgroup of version 2
+       }) {
+    CAPTURE(obstacle.start, obstacle.culprit);
+    check_sharing(with_obstacle(obstacle), obstacle.shares);
+  }
+  Together ranks;  // which reach each other by TCP alone
+  for (int rank = 0; rank < 3; ++rank) {
+    auto variables = by_hand(rank, 3, 29503);
+    variables["MASTER_ADDR"] = "10.177.0.1";
+    variables["OMP_NUM_THREADS"] = "1";
+    ranks.add(hosts.on(rank < 2 ? "A" : "B", {test_program("comm_fault"), "unshared ", "0"}), variables);
+  }
+  check_sharing(std::move(ranks), false);
+  Together apart = with_obstacle({"network", 1, false});  // no connection at all but that to the store
+  CHECK(apart.wait() == std::vector{1, 1, 1});
+  for (const auto& rank : apart.all) CHECK(reported(rank->error()).failure.rank == 1);
 }
 
 TEST_CASE("a late rank and the collective are named in a warning long before the timeout") {

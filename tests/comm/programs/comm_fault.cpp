@@ -1,12 +1,20 @@
 // A few collectives in order, then what the first argument names goes wrong on the rank of the second.
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdlib>
+#include <fstream>
 #include <iostream>
 #include <optional>
 #include <random>
@@ -141,22 +149,54 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
   return 0;
 }
 
-// Ranks that cannot share memory: a rank may write no large file, or is another user's.
-int run_unshared(const lockstep::World& world, const std::string& why, int culprit) {
-  if (world.rank() == culprit && why == "limit") {
-    const rlimit small{1 << 20, 1 << 20};
-    setrlimit(RLIMIT_FSIZE, &small);
-  }
-  if (world.rank() == culprit && why == "user" && setuid(65534) != 0) return 9;
-  lockstep::CpuComm comm{world};
-  auto tensor = at::ones({1000});
-  comm.all_reduce(tensor).synchronize();
-  std::cout << "sum " << tensor.sum().item<float>() << std::endl;
+// Makes a system call fail in all threads of this process.
+void refuse(unsigned call, unsigned error) {
+  sock_filter program[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                           BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, call, 0, 1),
+                           BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+                           BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+  const sock_fprog filter{4, program};
+  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+      syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) != 0)
+    throw std::runtime_error("no seccomp");
+}
+void limit(decltype(RLIMIT_AS) resource, rlim_t most) {
+  const rlimit both{most, most};
+  if (setrlimit(resource, &both) != 0) throw std::runtime_error("no setrlimit");
+}
+void take_away(const std::string& what) {
+  std::size_t mapped_pages = 0;
+  std::ifstream("/proc/self/statm") >> mapped_pages;
+  if (what == "limit") limit(RLIMIT_FSIZE, 1 << 20);
+  if (what == "mapped")
+    limit(RLIMIT_AS, mapped_pages * 4096 + (std::size_t{350} << 20));  // 3 ranks share 384 MiB
+  if (what == "locked") limit(RLIMIT_MEMLOCK, 0);
+  if (what == "memfd") refuse(SYS_memfd_create, ENOSYS);
+  if (what == "full") refuse(SYS_fallocate, ENOSPC);
+  if (what == "user" && setuid(65534) != 0) throw std::runtime_error("no setuid");
+  if (what == "network" && unshare(CLONE_NEWNET) != 0) throw std::runtime_error("no unshare");
+  if (what.starts_with("/") && !(std::ofstream(what + "/cgroup.procs") << getpid() << std::flush))
+    throw std::runtime_error("no cgroup");
+}
+
+// Ranks of which one cannot share memory, or not as much as the others.
+int run_unshared(const lockstep::World& world, const std::string& what, int culprit) {
+  const bool later = what.starts_with("later ");
+  auto tensor = at::arange(16 << 20, at::kFloat).fmod_(1000);  // in more blocks than a rank begins with
+  const auto sum = tensor * 3;
+  const bool mine = world.rank() == culprit;
+  lockstep_test::meet(world);
+  if (mine && !later) take_away(what);
+  lockstep::CpuComm comm{world, {.timeout = 20s}};
   try {
     lockstep::ShmComm by_name{world};
   } catch (const lockstep::CommunicationError& error) {
     std::cout << "ShmComm: " << error.what() << std::endl;
   }
+  if (mine && later) take_away(what.substr(6));
+  if (!mine) usleep(500'000);  // so that the rank needs all its blocks at once
+  comm.all_reduce(tensor).synchronize();
+  std::cout << (at::equal(tensor, sum) ? "right sum" : "wrong sum") << std::endl;
   return 0;
 }
 

@@ -214,22 +214,25 @@ class ShmMemory {
       return value;
     };
     std::size_t left = std::numeric_limits<std::size_t>::max();
-    const auto limit = [&](const std::string& limit_file, const std::string& used_file,
-                           const std::string& stat) {
+    const auto limit = [&](const std::string& group, const char* limit_file, const char* used_file) {
       std::size_t most = 0, used = 0;
-      if (!(std::ifstream(limit_file) >> most && std::ifstream(used_file) >> used)) return;
+      if (!(std::ifstream(group + limit_file) >> most && std::ifstream(group + used_file) >> used)) return;
+      if (most - std::min(most, used) >= left) return;  // without the statistics, which take long
+      const std::string stat = group + "/memory.stat";
       const std::size_t free = most + number_after(stat, "inactive_file") + number_after(stat, "active_file");
       left = std::min(left, free - std::min(free, used));
     };
     if (const std::size_t host = number_after("/proc/meminfo", "MemAvailable:"); host != 0) left = host << 10;
-    const std::string root = "/sys/fs/cgroup";
-    std::string line, group = root;
-    for (std::ifstream own("/proc/self/cgroup"); std::getline(own, line);)
-      if (line.starts_with("0::/")) group += line.substr(3);
-    for (; group.size() >= root.size(); group.resize(group.rfind('/')))
-      limit(group + "/memory.max", group + "/memory.current", group + "/memory.stat");
-    const std::string old = root + "/memory/memory.";  // of a cgroup of version 1, as a container sees it
-    limit(old + "limit_in_bytes", old + "usage_in_bytes", "");
+    std::string line, own[2];  // this process's group in version 2, and that in version 1
+    for (std::ifstream groups("/proc/self/cgroup"); std::getline(groups, line);)
+      if (const bool old = line.find(":memory:/") != std::string::npos; old || line.starts_with("0::/"))
+        own[old] = line.substr(line.find(":/") + 1);
+    for (const bool old : {false, true}) {
+      const std::string root = old ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup";  // a container's own group
+      for (std::string group = root + own[old]; group.size() >= root.size(); group.resize(group.rfind('/')))
+        old ? limit(group, "/memory.limit_in_bytes", "/memory.usage_in_bytes")
+            : limit(group, "/memory.max", "/memory.current");
+    }
     return left;
   }
 
