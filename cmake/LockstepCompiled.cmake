@@ -11,5 +11,6 @@ function(lockstep_add_compiled source headers)
   add_library(lockstep::compiled ALIAS lockstep_compiled)
   target_link_libraries(lockstep_compiled PUBLIC ${headers})
   target_compile_definitions(lockstep_compiled PUBLIC LOCKSTEP_COMPILED)
-  set_target_properties(lockstep_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  set_target_properties(lockstep_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON
+    INTERFACE_LOCKSTEP_COMPILED ON COMPATIBLE_INTERFACE_BOOL LOCKSTEP_COMPILED)
 endfunction()

@@ -252,8 +252,8 @@ void run_training(const World& world, const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   lockstep::LaunchOptions launch_options{.nproc = 4};  // the tutorial starts four
-  CLI::App app("Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app(
+      "Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
   app.add_option("program", options.program, "the tutorial's program")
       ->check(CLI::IsMember({"processes", "group", "train"}));
   const auto* epochs =

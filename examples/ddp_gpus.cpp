@@ -108,8 +108,7 @@ void run(const lockstep::World& world, const Options& options, Comm comm) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Fits a line to random points with several processes.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Fits a line to random points with several processes.");
   app.add_option("--max_epochs,--max-epochs", options.max_epochs, "epochs to train")
       ->check(CLI::Range(1'000'000));
   app.add_option("--batch_size,--batch-size", options.batch_size, "batch size of each process")

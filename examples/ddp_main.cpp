@@ -16,7 +16,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -145,20 +144,10 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
 }
 
-/// Throws UsageError if this host runs another number of processes than `--gpu` names GPUs.
-void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
-  const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
-  if (world.local_size() != gpus)
-    throw lockstep::UsageError(fmt::format(
-        "--gpu {} contradicts the number of processes on this host, {}: leave --nproc out, or let "
-        "the launcher start {}",
-        gpu, world.local_size(), gpus));
-}
-
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app(
+      "Trains a small convolutional network on handwritten digits with several processes.");
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each");
   app.add_option("-e,--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch_size,--batch-size", options.batch_size, "batch size of each process")
@@ -176,19 +165,12 @@ int main(int argc, char** argv) {
   });
   if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto on_rank = [&](const lockstep::World& world) {
-    if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     if (options.samples < mnist.train.size())
       world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
     lockstep::with_device(world, [&]<class Comm>(Comm comm) {
       constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
-      if (!on_gpu && !options.gpu.empty()) {
-        const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-        world.log.info("{}: --gpu {} trains in {} process{} on the CPU",
-                       device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device",
-                       options.gpu, world.size(), world.size() == 1 ? "" : "es");
-      }
       if (on_gpu || options.amp)
         run<lockstep::Fp16>(world, options, mnist, std::move(comm));
       else

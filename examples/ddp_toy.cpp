@@ -164,8 +164,8 @@ int main(int argc, char** argv) {
   Options options;
   // The lines name their rank: no prefix. The parser below reads --nproc: the devices must suffice for it.
   lockstep::LaunchOptions launch_options{.nproc_flag = false, .prefix = lockstep::Prefix::never};
-  CLI::App app("PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app(
+      "PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
   app.add_option("demo", options.demo, "one demo; without it, the first three in turn")
       ->check(CLI::IsMember({"basic", "checkpoint", "model-parallel", "elastic"}))
       ->default_str("");

@@ -42,11 +42,9 @@ void train(const lockstep::World& world, int epochs) {
 }
 
 int main(int argc, char** argv) {
-  CLI::App app("Fits a line with several processes: a LibTorch loop and five lines.");
+  lockstep::CommandLine app("Fits a line with several processes: a LibTorch loop and five lines.");
   int epochs = 10;
-  app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--epochs", epochs, "epochs to train")->check(CLI::Range(1'000'000));
   if (const auto code = lockstep::parse(app, argc, argv)) return *code;
-  return lockstep::launch(argc, argv,
-                          [&](const lockstep::World& world) { train(world, epochs); });  // 5: was train()
+  return lockstep::launch(argc, argv, [&](const auto& world) { train(world, epochs); });  // 5: was train()
 }

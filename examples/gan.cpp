@@ -83,9 +83,8 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
 }
 
 int main(int argc, char** argv) {
-  CLI::App app("Trains a small GAN on drawn digits with several processes.");
+  lockstep::CommandLine app("Trains a small GAN on drawn digits with several processes.");
   std::int64_t steps = 2000, digits = 20000;
-  app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--steps", steps, "optimizer steps of either model")->check(CLI::Range(1, 1'000'000));
   app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 1'000'000));
   if (const auto code = lockstep::parse(app, argc, argv)) return *code;

@@ -429,8 +429,7 @@ int main(int argc, char** argv) {
   const auto positive = CLI::Range(std::int64_t{1}, std::int64_t{1'000'000});
   const auto any = CLI::Range(std::int64_t{0}, std::int64_t{1'000'000});
   const auto number = CLI::Range(1000.0);
-  CLI::App app("Trains a ResNet on ImageNet with several processes.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Trains a ResNet on ImageNet with several processes.");
   auto* data = app.add_option("data", options.data,
                               "folder with train/CLASS/*.jpg and val/CLASS/*.jpg; without: --dummy");
   app.add_option("-a,--arch", options.arch, "model")->check(CLI::IsMember(names));

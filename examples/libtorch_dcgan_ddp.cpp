@@ -179,8 +179,7 @@ void run(const lockstep::World& world, const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a DCGAN, which learns to draw MNIST's digits.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Trains a DCGAN, which learns to draw MNIST's digits.");
   app.add_option("--data-dir", options.data_dir,
                  "folder with MNIST's four files, unpacked; without it, digits are drawn")
       ->check(CLI::ExistingDirectory);

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -61,12 +60,6 @@ template <class Comm>
 void train(const lockstep::World& world, const Options& options, const lockstep::Mnist& mnist, Comm comm) {
   constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
-  if (!on_gpu && !options.gpu.empty()) {
-    const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-    world.log.info("{}: --gpu {} trains in {} process{} on the CPU",
-                   device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device", options.gpu,
-                   world.size(), world.size() == 1 ? "" : "es");
-  }
 
   torch::manual_seed(options.training.seed);
   ConvNet model;
@@ -86,20 +79,10 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
 }
 
-/// Throws UsageError if this host runs another number of processes than `--gpu` names GPUs.
-void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
-  const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
-  if (world.local_size() != gpus)
-    throw lockstep::UsageError(fmt::format(
-        "--gpu {} contradicts the number of processes on this host, {}: leave --nproc out, or let "
-        "the launcher start {}",
-        gpu, world.local_size(), gpus));
-}
-
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app(
+      "Trains a small convolutional network on handwritten digits with several processes.");
   app.add_option("-e,--epochs", *options.training.epochs, "epochs to train")->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch-size,--batch_size", options.training.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
@@ -126,7 +109,6 @@ int main(int argc, char** argv) {
   });
   if (const auto code = lockstep::parse(app, argc, argv)) return *code;
   const auto run = [&](const lockstep::World& world) {
-    if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     if (options.samples < mnist.train.size())

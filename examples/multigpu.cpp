@@ -131,8 +131,7 @@ void train(const lockstep::World& world, const Options& options, Comm comm) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Fits a line to random points with several processes.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Fits a line to random points with several processes.");
   app.add_option("total_epochs", options.total_epochs, "epochs to train")
       ->required()
       ->check(CLI::Range(1, 1'000'000));

@@ -177,8 +177,8 @@ void train(const lockstep::World& world, const Options& options, Comm comm) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Fits a line with several processes, and resumes from its last snapshot after a failure.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app(
+      "Fits a line with several processes, and resumes from its last snapshot after a failure.");
   app.add_option("total_epochs", options.total_epochs, "epochs to train, over all restarts")
       ->required()
       ->check(CLI::Range(1, 1'000'000));

@@ -121,8 +121,7 @@ void run(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a small convolutional network on handwritten digits in one process.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Trains a small convolutional network on handwritten digits in one process.");
   app.add_option("--gpu", options.gpu, "number of the GPU to train on")->check(CLI::Range(1000));
   app.add_option("-e,--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch_size,--batch-size", options.batch_size, "batch size")

@@ -68,9 +68,8 @@ void run(const lockstep::World& world, std::int64_t elements) {
 }
 
 int main(int argc, char** argv) {
-  CLI::App app("Sums a tensor over several processes by a ring of sends and receives.");
+  lockstep::CommandLine app("Sums a tensor over several processes by a ring of sends and receives.");
   std::int64_t elements = 1'000'000;
-  app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--elements", elements, "length of the tensor of float32")
       ->check(CLI::Range(1, 100'000'000));
   if (const auto code = lockstep::parse(app, argc, argv)) return *code;

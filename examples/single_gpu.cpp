@@ -118,8 +118,7 @@ void train(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Fits a line to random points in one process.");
-  app.option_defaults()->always_capture_default()->take_last();
+  lockstep::CommandLine app("Fits a line to random points in one process.");
   app.add_option("total_epochs", options.total_epochs, "epochs to train")
       ->required()
       ->check(CLI::Range(1, 1'000'000));

@@ -8,7 +8,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/launch.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the first flag whose value is empty (`--out ""`, or `--out=` as `--out=$UNSET` expands), or
 /// std::nullopt. An empty argument that follows no flag is called "argument N".
@@ -22,9 +22,9 @@ inline std::optional<std::string> flag_without_value(int argc, const char* const
   return std::nullopt;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The LaunchOptions to parse with in a program that does not call `launch`: it reads no flag.
 inline const LaunchOptions no_launch_flags{.nproc_flag = false,
@@ -32,6 +32,13 @@ inline const LaunchOptions no_launch_flags{.nproc_flag = false,
                                            .timeout_flag = false,
                                            .threads_flag = false,
                                            .max_restarts_flag = false};
+
+/// A CLI::App whose help tells the defaults, and whose options take the last value where they are given twice.
+struct CommandLine : CLI::App {
+  explicit CommandLine(const std::string& description) : CLI::App(description) {
+    option_defaults()->always_capture_default()->take_last();
+  }
+};
 
 /// Parses the command line of a program that calls `launch` afterwards. Returns std::nullopt if the program
 /// goes on, otherwise its exit code: 0 after `--help`; 2 after a wrong argument, with the line `error: ...;
@@ -59,4 +66,4 @@ inline std::optional<int> parse(CLI::App& app, int argc, const char* const* argv
   return std::nullopt;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

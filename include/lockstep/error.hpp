@@ -9,15 +9,15 @@
 
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 // The global rank of this process, -1 until a World exists. Code without a World, such as samplers and
 // readers, also throws errors that carry this rank.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> process_rank{-1};
 /// The operation of a FailedCall that is a rendezvous, of all ranks or of the communicator in its label.
 inline constexpr const char* rendezvous = "rendezvous";
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// What has happened to a rank.
 enum class FailureKind : std::uint8_t {
@@ -143,4 +143,4 @@ struct Stopped : detail::ErrorOfKind<Error, FailureKind::stopped> {
   using ErrorOfKind::ErrorOfKind;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

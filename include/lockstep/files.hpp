@@ -7,7 +7,7 @@
 
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. Leaves
 /// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device.
@@ -26,7 +26,7 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
 /// regular file, is empty, or cannot be read. Not collective.
 std::string read_file(const std::filesystem::path& path);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/detail/files-inl.hpp"

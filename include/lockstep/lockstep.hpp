@@ -2,9 +2,10 @@
 
 #include "lockstep/detail/libtorch_required.hpp"
 
-// Every public header of the core. On request: those of interchange/, report/ and datasets/, the seldom hooks
-// grad/hooks/power_sgd_hook.hpp and post_local_sgd_hook.hpp, comm/nccl_comm.hpp, which needs CUDA, comm/mpi_comm.hpp,
-// which needs MPI, cli.hpp, which needs CLI11, and train/script_model.hpp, which includes TorchScript.
+// Every public header of the core. On request: those of interchange/, report/ and datasets/; what is seldom used:
+// grad/hooks/power_sgd_hook.hpp and post_local_sgd_hook.hpp, nn/activation_checkpoint.hpp, optim/zero_redundancy.hpp,
+// train/captured_step.hpp, checkpointer.hpp and script_model.hpp; and what needs another library: comm/nccl_comm.hpp CUDA,
+// comm/mpi_comm.hpp MPI, cli.hpp CLI11.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/cpu_comm.hpp"

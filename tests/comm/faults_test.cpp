@@ -93,6 +93,16 @@ TEST_CASE("a rank that fails is named by the others with its reason, whatever th
   }
 }
 
+TEST_CASE("a message from a rank that has left the communicator in good order is not waited for") {
+  Process run(start({test_program("comm_fault"), "gone peer", "1", "--nproc", "2"},
+                    {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_HEARTBEAT_TIMEOUT", "2"}}));
+  REQUIRE(run.wait(Milliseconds(40000)));
+  CAPTURE(run.error());
+  CHECK(run.exit_code() == 1);
+  CHECK(reported(run.error()).failure.rank == 1);
+  CHECK(processes_left(run.marker()) == 0);
+}
+
 TEST_CASE("an exception that passes communicators on its way waits for nothing") {
   const auto outcome = started_by_hand("catch", 2, false);
   CHECK(outcome.left == 0);

@@ -1,8 +1,5 @@
 // The sentences of errors, and the messages between ranks that they are made of, without a second process.
-#include <sys/resource.h>
-
 #include <atomic>
-#include <barrier>
 #include <map>
 #include <memory>
 #include <optional>
@@ -16,15 +13,12 @@
 #include "lockstep/comm/detail/group_status.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
-#include "lockstep/world/detail/world_state.hpp"
 #include "support/catch.hpp"
-#include "support/process.hpp"
 
 namespace messages_test {
 
 using lockstep::FailedCall;
 using lockstep::detail::Call;
-using lockstep::detail::ControlPlane;
 using lockstep::detail::GroupStatus;
 using lockstep::detail::lateness;
 using lockstep::detail::text_of;
@@ -171,86 +165,6 @@ TEST_CASE("the timeout of a program that sets none comes from the environment") 
   setenv("LOCKSTEP_TIMEOUT", "soon", 1);
   CHECK_THROWS_AS(lockstep::GlooOptions{}, lockstep::UsageError);
   unsetenv("LOCKSTEP_TIMEOUT");
-}
-
-TEST_CASE("256 ranks that ask at once blame the dead rank alone") {
-  constexpr int size = 256, dead = 100;
-  rlimit files{};
-  getrlimit(RLIMIT_NOFILE, &files);
-  files.rlim_cur = files.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &files);
-  const int port = lockstep_test::free_port();
-  std::atomic<int> wrong{0}, named{0}, unanswered{0};
-  std::barrier all(size), alive(size - 1);
-  std::vector<std::thread> ranks;
-  std::vector<int> all_ranks;
-  for (int rank = 0; rank < size; ++rank) all_ranks.push_back(rank);
-  for (int rank = 0; rank < size; ++rank)
-    ranks.emplace_back([&, rank] {
-      const auto world = lockstep::World::join(fmt::format("tcp://127.0.0.1:{}", port), rank, size);
-      const auto joined = world.store();  // blocks until all have come
-      auto status = std::make_shared<GroupStatus>("group", all_ranks);
-      for (int call = 0; call < 7; ++call) status->enter("all_reduce");
-      std::optional<ControlPlane> plane;
-      plane.emplace(rank, lockstep::detail::state_of(world).connection());
-      plane->add(status);
-      // Until every rank has connected and answered once.
-      while (plane->ask(*status, 60s, 60s).positions.size() < size - 1u) {
-      }
-      all.arrive_and_wait();
-      if (rank == dead) plane.reset();
-      all.arrive_and_wait();
-      if (rank != dead) {
-        // 255 ranks need a second for their answers, more on a busy machine.
-        const auto answers = plane->ask(*status, 6s, 60s);
-        if (!answers.conclusive) ++unanswered;
-        for (int other = 0; other < size; ++other) {
-          const auto found = answers.positions.find(other);
-          const bool answered = found != answers.positions.end() && found->second.sequence == 7 &&
-                                found->second.operation == "all_reduce";
-          if (other == dead && !answered) ++named;
-          if (other != dead && other != rank && !answered) ++wrong;
-        }
-        alive.arrive_and_wait();
-      }
-      all.arrive_and_wait();
-      plane.reset();
-      all.arrive_and_wait();  // rank 0 hosts the store
-    });
-  for (std::thread& rank : ranks) rank.join();
-  CHECK(unanswered == 0);
-  CHECK(wrong == 0);
-  CHECK(named == size - 1);
-}
-
-TEST_CASE("a control plane made while the last one ends is told of events") {
-  const int port = lockstep_test::free_port();
-  std::atomic<int> missed{0};
-  std::barrier both(2);
-  std::vector<std::thread> ranks;
-  for (const int rank : {0, 1})
-    ranks.emplace_back([&, rank] {
-      const auto world = lockstep::World::join(fmt::format("tcp://127.0.0.1:{}", port), rank, 2);
-      static_cast<void>(world.store());  // blocks until all have come
-      const auto plane = [&] {
-        return ControlPlane::of(rank, lockstep::detail::state_of(world).connection(), nullptr);
-      };
-      for (int round = 0; round < 50; ++round) {
-        const std::string group = fmt::format("group {}", round);
-        auto first = plane();
-        std::thread end([&] { first.reset(); });
-        auto second = plane();
-        end.join();
-        both.arrive_and_wait();
-        if (rank == 0) second->publish({.kind = lockstep::detail::Event::aborted, .rank = 0, .group = group});
-        for (int i = 0; rank == 1 && i < 500 && !second->aborted(group); ++i)
-          second->await_news(second->version(), 10ms);
-        if (rank == 1 && !second->aborted(group)) ++missed;
-        both.arrive_and_wait();
-      }
-    });
-  for (std::thread& rank : ranks) rank.join();
-  CHECK(missed == 0);
 }
 
 }  // namespace messages_test

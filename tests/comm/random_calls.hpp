@@ -19,13 +19,15 @@ enum class Operation {
   broadcast,
   all_gather,
   all_to_all,
+  new_group,
   bytes,
   barrier
 };
-inline constexpr std::array operations{"all_reduce", "reduce",     "reduce_scatter",   "broadcast",
-                                       "all_gather", "all_to_all", "all_gather_bytes", "barrier"};
+inline constexpr std::array operations{"all_reduce", "reduce",           "reduce_scatter",
+                                       "broadcast",  "all_gather",       "all_to_all",
+                                       "new_group",  "all_gather_bytes", "barrier"};
 
-/// A collective. `op` is -1 where nothing is reduced, `root` where there is none; `dtype` is the number of float32, float64 or
+/// A collective. `elements` of new_group tells the number of its ranks. `op` is -1 where nothing is reduced, `root` where there is none; `dtype` is the number of float32, float64 or
 /// bfloat16.
 struct Step {
   Operation operation = Operation::all_reduce;
@@ -47,9 +49,8 @@ inline std::vector<Step> random_steps(std::mt19937& random) {
             below(2),
             1 + below(8),
             below(3)};
-    if (step.operation < Operation::bytes) continue;
-    step.dtype = 0;  // which these do not have
-    step.elements = 1;
+    if (step.operation >= Operation::new_group) step.dtype = 0;  // which these do not have
+    if (step.operation >= Operation::bytes) step.elements = 1;
   }
   return steps;
 }
@@ -58,7 +59,7 @@ inline std::vector<Step> random_steps(std::mt19937& random) {
 inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random) {
   const auto at = static_cast<std::ptrdiff_t>(random() % steps.size());
   Step& step = steps[static_cast<std::size_t>(at)];
-  const bool moves = step.operation < Operation::bytes;
+  const bool moves = step.operation < Operation::bytes, has_dtype = step.operation < Operation::new_group;
   switch (random() % 9) {
     case 0:
       steps.erase(steps.begin() + at);
@@ -70,7 +71,7 @@ inline std::vector<Step> mistaken(std::vector<Step> steps, std::mt19937& random)
       std::swap(step, steps[random() % steps.size()]);
       break;
     case 3:
-      step.dtype = moves ? 2 : 0;
+      step.dtype = has_dtype ? 2 : 0;
       break;
     case 4:
       step.op = step.op < 0 ? step.op : (step.op + 1) % 5;

@@ -3,15 +3,19 @@
 #include "lockstep/comm/detail/shm_engine.hpp"
 
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -354,6 +358,51 @@ TEST_CASE("all ranks get the memory, or all get the reason why there is none") {
     CHECK(one.several_hosts == other_host);
     CHECK(one.obstacle == "");
   }
+}
+
+TEST_CASE("the memory has no name, cannot shrink, and is not for another user's processes") {
+  const auto names = [] {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator("/dev/shm"))
+      found.push_back(entry.path().filename().string());
+    std::sort(found.begin(), found.end());
+    return found;
+  };
+  const auto before = names();
+  Board board;
+  std::vector<SharedMemory> ranks(2);
+  std::jthread host([&] { ranks[0] = share_memory(board.board(), 0, 2, std::chrono::seconds(20)); });
+  const std::string told = board.board().get("shm/0");
+  // A process of another user comes first: it gets no descriptor.
+  const bool is_root = geteuid() == 0;
+  int connected[2] = {-1, -1};
+  REQUIRE(pipe(connected) == 0);
+  const pid_t stranger = is_root ? fork() : -1;
+  if (stranger == 0) {
+    const auto [address, length] = shm_exchange::address_of(told.substr(told.find('\n') + 1));
+    const int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    const bool reached =
+        setuid(65534) == 0 && connect(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0;
+    const bool tells = write(connected[1], "x", 1) == 1;
+    _exit(reached && tells && !shm_exchange::receive_descriptor(fd).open() ? 0 : 1);
+  }
+  char byte = 0;
+  if (is_root) CHECK(read(connected[0], &byte, 1) == 1);
+  if (!is_root) WARN("SKIPPED: another user's process, since this one is not root's");
+  ranks[1] = share_memory(board.board(), 1, 2, std::chrono::seconds(20), /*ranks_of_host=*/100'000);
+  host.join();
+  int status = 0;
+  if (is_root) {
+    CHECK(waitpid(stranger, &status, 0) == stranger);
+    CHECK(status == 0);
+  }
+  for (const int end : connected) close(end);
+  REQUIRE(ranks[0].memory);
+  REQUIRE(ranks[1].memory);
+  CHECK_FALSE(ranks[1].spins);  // more ranks than cores
+  CHECK(names() == before);
+  CHECK(ftruncate(ranks[1].memory->fd(), 0) != 0);
+  CHECK(errno == EPERM);
 }
 
 }  // namespace shm_engine_test

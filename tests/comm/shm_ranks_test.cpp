@@ -83,12 +83,13 @@ void check_bits(const std::vector<std::int64_t>& counts, const std::vector<at::S
           backend.allreduce(tensors, {.reduceOp = op})->wait();
         });
         CHECK(same_bits(sum, own_sum));
-        const int root = ranks - 1;
-        const auto [reduced, own_reduced] =
-            both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
-              backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
-            });
-        if (rank == root) CHECK(same_bits(reduced, own_reduced));
+        for (const int root : {0, ranks - 1}) {
+          const auto [reduced, own_reduced] =
+              both([&](c10d::Backend& backend, std::vector<at::Tensor>& tensors) {
+                backend.reduce(tensors, {.reduceOp = op, .rootRank = root})->wait();
+              });
+          if (rank == root) CHECK(same_bits(reduced, own_reduced));
+        }
       }
 }
 
@@ -104,6 +105,7 @@ TEST_CASE("every dtype and operation has the bits of Gloo", "[.release]") {
              {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong},
              {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX});
   check_bits({5000003}, {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}, {Op::SUM});
+  check_bits({1, 5, 1021}, {at::kBool}, {Op::MIN, Op::MAX});
 }
 
 TEST_CASE("what Gloo cannot reduce is refused") {
@@ -116,16 +118,20 @@ TEST_CASE("what Gloo cannot reduce is refused") {
 
 TEST_CASE("of a NaN and a number the result is Gloo's") {
   const auto shm = shm_backend(), gloo = gloo_backend();
-  for (const auto op : {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX})
-    for (int nan = 0; nan < test_world().size(); ++nan) {
-      CAPTURE(static_cast<int>(op), nan);
-      at::Tensor input = at::arange(0, 60, at::kFloat) * (test_world().rank() + 1);
-      if (test_world().rank() == nan) input.fill_(std::numeric_limits<float>::quiet_NaN());
-      std::vector<at::Tensor> one{input.clone()}, other{input.clone()};
-      gloo->allreduce(one, {.reduceOp = op})->wait();
-      shm->allreduce(other, {.reduceOp = op})->wait();
-      CHECK(at::equal(one[0].isnan(), other[0].isnan()));
-    }
+  for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16})
+    for (const auto op : {Op::SUM, Op::PRODUCT, Op::MIN, Op::MAX})
+      for (int nan = 0; nan < test_world().size(); ++nan) {
+        CAPTURE(c10::toString(type), static_cast<int>(op), nan);
+        at::Tensor input = at::arange(0, 60, at::kFloat).to(type) * (test_world().rank() + 1);
+        if (test_world().rank() == nan) input.fill_(std::numeric_limits<float>::quiet_NaN());
+        std::vector<at::Tensor> one{input.clone()}, other{input.clone()};
+        gloo->allreduce(one, {.reduceOp = op})->wait();
+        shm->allreduce(other, {.reduceOp = op})->wait();
+        CHECK(at::equal(one[0].isnan(), other[0].isnan()));
+        gloo->reduce(one, {.reduceOp = op, .rootRank = 0})->wait();
+        shm->reduce(other, {.reduceOp = op, .rootRank = 0})->wait();
+        if (test_world().rank() == 0) CHECK(at::equal(one[0].isnan(), other[0].isnan()));
+      }
 }
 
 TEST_CASE("a sum of bool is a logical or, and a product a logical and") {
@@ -481,6 +487,9 @@ TEST_CASE("ranks whose split sizes differ fail, and those that launch another co
   shm->barrier()->wait();
   const auto other = last ? shm->allreduce(inputs = {at::ones({3})}) : shm->alltoall(outputs, inputs);
   CHECK_THROWS_AS(other->wait(), OtherOperation);
+  const auto next = shm_backend();
+  const auto barrier = last ? next->barrier() : next->alltoall(outputs, inputs);
+  CHECK_THROWS_AS(barrier->wait(), OtherOperation);
 }
 
 }  // namespace shm_ranks_test

@@ -38,6 +38,7 @@ TEST_CASE(
       for (Step& step : steps) {
         step.label = 0;
         step.root %= size;
+        if (step.operation == Operation::new_group) step.elements %= size;
       }
       return steps;
     };

@@ -36,7 +36,7 @@ TEST_CASE("no two keys draw the same") {
   std::set<std::vector<float>> seen;
   std::size_t keys = 0;
   for (const std::uint64_t seed : {0u, 1u, 3407u})
-    for (std::uint64_t epoch = 0; epoch < 10; ++epoch)
+    for (std::int64_t epoch = 0; epoch < 10; ++epoch)
       for (std::uint32_t rank = 0; rank < 10; ++rank)
         for (std::uint64_t stream = 0; stream < 10; ++stream, ++keys)
           seen.insert(draws(keyed_generator({seed, epoch, rank, stream})));

@@ -31,7 +31,7 @@ endfunction()
 
 file(REMOVE_RECURSE ${SCRATCH})
 file(MAKE_DIRECTORY ${SCRATCH})
-set(compile ${compiler} -std=c++20 -DFMT_HEADER_ONLY -pthread -I${SOURCE}/include -isystem ${torch}/include
+set(compile ${compiler} -std=c++20 -DFMT_HEADER_ONLY -pthread -I${SOURCE}/include -I${SOURCE}/include/lockstep/detail/gloo_shim -isystem ${torch}/include
   -isystem ${torch}/include/torch/csrc/api/include)
 # The headers of other libraries are this machine's, as far as they are not found for aarch64.
 file(GLOB of_this_machine /usr/include /usr/include/*-linux-gnu)

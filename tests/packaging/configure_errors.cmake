@@ -119,7 +119,7 @@ if(result EQUAL 0 OR NOT output MATCHES "lockstep: this LibTorch is too old, loc
 endif()
 file(WRITE ${SCRATCH}/none.cpp "#include \"lockstep/lockstep.hpp\"\n")
 if(NOT EXISTS /usr/include/torch)
-  execute_process(COMMAND ${COMPILER} -std=c++20 -fsyntax-only -I${SOURCE}/include ${SCRATCH}/none.cpp
+  execute_process(COMMAND ${COMPILER} -std=c++20 -fsyntax-only -I${SOURCE}/include -I${SOURCE}/include/lockstep/detail/gloo_shim ${SCRATCH}/none.cpp
     RESULT_VARIABLE result ERROR_VARIABLE output)
   string(REGEX MATCHALL "error: " errors "${output}")
   list(LENGTH errors count)
@@ -149,7 +149,7 @@ foreach(case IN ITEMS
   endif()
   foreach(header IN ITEMS lockstep ddp)
     file(WRITE ${SCRATCH}/first_error.cpp "#include \"lockstep/${header}.hpp\"\n")
-    execute_process(COMMAND ${program} ${flags} -fsyntax-only -I${SOURCE}/include ${SCRATCH}/first_error.cpp
+    execute_process(COMMAND ${program} ${flags} -fsyntax-only -I${SOURCE}/include -I${SOURCE}/include/lockstep/detail/gloo_shim ${SCRATCH}/first_error.cpp
       RESULT_VARIABLE result ERROR_VARIABLE output)
     string(REGEX MATCH "error: [^\n]*" first "${output}")
     string(FIND "${first}" "lockstep: ${sentence}" position)

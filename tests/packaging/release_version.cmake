@@ -19,6 +19,17 @@ names(docs/packaging.md "GIT_TAG vVERSION")
 names(README.md "vVERSION")
 names(packaging/tag.txt "^lockstep VERSION$")
 
+# Objects of two versions do not link.
+string(REGEX REPLACE "^([0-9]+)\\.([0-9]+).*" "v\\1_\\2" namespace ${version})
+file(GLOB_RECURSE headers ${SOURCE}/include/lockstep/*.hpp ${SOURCE}/include/lockstep/*.cpp)
+foreach(header IN LISTS headers)
+  file(STRINGS ${header} lines REGEX "^(inline )?namespace lockstep")
+  list(FILTER lines EXCLUDE REGEX "^namespace lockstep::inline ${namespace}( |:)")
+  if(lines)
+    message(SEND_ERROR "${header} opens a namespace without inline ${namespace}: ${lines}")
+  endif()
+endforeach()
+
 file(STRINGS ${SOURCE}/cmake/LockstepTorch.cmake lines REGEX "^set\\(LOCKSTEP_TORCH_(OLDEST|NEWEST) ")
 string(REGEX REPLACE "[^0-9.;]" "" versions "${lines}")
 list(GET versions 0 oldest)

@@ -156,8 +156,8 @@ TEST_CASE("a checkpoint that cannot be written is an error on every rank") {
   blocked.save();
   blocked.wait();
   if (folder.comm.rank() == 0) {
-    std::filesystem::remove_all(folder / "new");
-    lockstep::write_file_atomically(folder / "new", "x");
+    std::filesystem::remove(folder / "new/step-00000000.ckpt");
+    std::filesystem::create_directories(folder / "new/step-00000000.ckpt");
   }
   blocked.save();
   CHECK_THROWS_AS(blocked.wait(), CheckpointError);

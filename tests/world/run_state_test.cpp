@@ -775,15 +775,45 @@ TEST_CASE("no request may name more ranks than a run has, and no event one that 
   CHECK(decoded<RunSummary>(store.replies[0].at(0).second).ended == 0);
 }
 
+TEST_CASE("of many ranks that leave a communicator in which another waits, all are told of one") {
+  constexpr int size = 64;
+  RunState state(1500ms);
+  const auto request = [&](int rank, StoreOperation operation, const Fill& fill) {
+    FrameWriter out;
+    fill(out);
+    const std::string bytes(out.payload());
+    FrameReader in(bytes);
+    REQUIRE(state.serve(static_cast<std::uint64_t>(rank) + 1, 1, operation, in, {}));
+  };
+  const auto call = [](std::uint64_t sequence) {
+    return lockstep::FailedCall{.operation = "all_reduce", .sequence = sequence};
+  };
+  for (int rank = 0; rank < size; ++rank)
+    request(rank, StoreOperation::subscribe, [&](FrameWriter& out) { out.value(rank); });
+  request(1, StoreOperation::report, [&](FrameWriter& out) {
+    out.value(std::vector<RankPosition>{{"g", call(2)}}).value(std::vector<CallMarks>{{"g", size, {{2, 5}}}});
+  });
+  static_cast<void>(state.take_outgoing());
+  for (int rank = 2; rank < size; ++rank)
+    request(rank, StoreOperation::publish, [&](FrameWriter& out) {
+      out.value(Event{.kind = Event::departed, .rank = rank, .group = "g", .position = call(1)});
+    });
+  std::size_t told = 0;
+  for (const auto& [to, frame] : state.take_outgoing()) told += to.size();
+  CHECK(told == size + size - 2);  // of the first; and the replies
+}
+
 TEST_CASE("messages and bytes of a rank and of the store, from 2 to 4096 ranks", "[.release]") {
   fmt::print("{:>6} {:>8} | {:>8} {:>8} {:>9} | {:>9} {:>12} | {:>6}\n", "ranks", "fault", "messages",
              "running", "bytes", "store's", "bytes", "s");
   for (const int size : {2, 8, 64, 512, 4096})
-    for (const Fault fault : {Fault::none, Fault::throws, Fault::other_call}) {
+    for (const Fault fault : {Fault::none, Fault::throws, Fault::other_call, Fault::leaves}) {
       Simulation simulation(1, size, fault, 3);
       simulation.run();
       simulation.check();
       const auto rank = simulation.most_of_a_rank(), all = simulation.of_the_store();
+      CHECK(rank.running < 50);
+      CHECK(all.messages < 70 * static_cast<std::uint64_t>(size));
       fmt::print("{:>6} {:>8} | {:>8} {:>8} {:>9} | {:>9} {:>12} | {:>6.1f}\n", size, static_cast<int>(fault),
                  rank.messages, rank.running, rank.bytes, all.messages, all.bytes,
                  simulation.length() / 1.0s);

@@ -705,7 +705,7 @@ TEST_CASE("each failure has its text, by kind and point of view") {
   const lockstep::Failure died{
       .kind = FailureKind::died, .rank = 1, .host = "nodeA", .pid = 7, .message = "died (SIGKILL)"};
   CHECK(detail::cause_text(died) == "rank 1 (pid 7 on nodeA) died (SIGKILL)");
-  CHECK(detail::cause_text(detail::left_early(1, "a #3", 2, call)) ==
+  CHECK(detail::cause_text(detail::left_early(1, {.operation = "a", .sequence = 3}, 2, call)) ==
         "rank 1 has left after a #3 while rank 2 waits in b #4 of Trainer::fit; every rank must make the "
         "same calls, and equally many");
   CHECK(detail::cause_text(detail::ended_early(1, 2, joining)) ==

@@ -15,7 +15,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Values by name, as text, in an order that is equal on every rank.
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
@@ -174,7 +174,7 @@ bool any_rank(C& comm, bool here) {
   return std::any_of(all.begin(), all.end(), [](const std::string& there) { return !there.empty(); });
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/comm/detail/agreement-inl.hpp"

@@ -13,7 +13,7 @@
 
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The handle of an asynchronous collective. Move-only.
 ///
@@ -138,4 +138,4 @@ at::Device comm_device([[maybe_unused]] const C& comm) {
     return at::kCPU;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

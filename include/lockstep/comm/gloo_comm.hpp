@@ -7,7 +7,7 @@
 #include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Collectives of CPU tensors over LibTorch's own Gloo: a ProcessGroupComm that creates its ProcessGroupGloo,
 /// and one for each sub-group. Where the calls of the ranks differ, a rank that receives more data than it
@@ -25,7 +25,7 @@ class GlooComm : public detail::HostComm<GlooComm> {
 
 static_assert(PointToPoint<GlooComm> && Splittable<GlooComm> && !std::is_copy_assignable_v<GlooComm>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/comm/detail/gloo_comm-inl.hpp"

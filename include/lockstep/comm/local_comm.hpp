@@ -11,7 +11,7 @@
 #include "lockstep/comm/detail/tensor_check.hpp"
 #include "lockstep/detail/format.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The Work of LocalComm. Always complete.
 struct [[nodiscard]] LocalWork {
@@ -107,4 +107,4 @@ class LocalComm {
 
 static_assert(Splittable<LocalComm>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

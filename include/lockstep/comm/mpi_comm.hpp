@@ -24,7 +24,7 @@
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 struct MpiOptions {
   /// As GlooOptions::timeout.
@@ -211,4 +211,4 @@ class MpiComm : public detail::HostComm<MpiComm> {
 
 static_assert(PointToPoint<MpiComm> && Splittable<MpiComm>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -49,7 +49,7 @@ or leave this header out"
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// Formats a version of NCCL as nccl.h numbers it: 23007 is "2.30.7".
@@ -181,4 +181,4 @@ class NcclComm : public ProcessGroupComm {
 static_assert(Communicator<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm> &&
               DeviceCommunicator<NcclComm> && Labelled<NcclComm>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

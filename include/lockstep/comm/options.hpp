@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -15,14 +16,14 @@ class Backend;
 class Store;
 }  // namespace c10d
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 struct GlooOptions {
   /// Timeout of a collective, from its launch to its completion, and of the rendezvous. At least 1 ms;
   /// clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(detail::collective_timeout);
   /// Number of collectives that run concurrently. At least 1.
-  int threads = 2;
+  std::int64_t threads = 2;
   /// Comma-separated network interfaces. If empty: GLOO_SOCKET_IFNAME if set, the loopback if all ranks are
   /// on this host, else the interface that routes to the other hosts.
   std::string interfaces = {};
@@ -66,4 +67,4 @@ struct ProcessGroupOptions {
   MakeBackend make_backend = {};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

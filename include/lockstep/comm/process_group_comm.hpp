@@ -19,7 +19,7 @@
 #include "lockstep/comm/options.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 class BackendGroup;
@@ -217,7 +217,7 @@ class HostComm : public ProcessGroupComm {
 
 }  // namespace detail
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/comm/detail/process_group_comm-inl.hpp"

@@ -5,7 +5,7 @@
 #include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Collectives of CPU tensors among ranks of one host, in memory that they share: a ProcessGroupComm with a backend of
 /// lockstep's own. Sums have the bits of GlooComm. A launch copies its input and returns; the waits compute. So a
@@ -28,7 +28,7 @@ class ShmComm : public detail::HostComm<ShmComm> {
 
 static_assert(PointToPoint<ShmComm> && Splittable<ShmComm>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/comm/detail/shm_comm-inl.hpp"

@@ -6,6 +6,7 @@
 
 #include "lockstep/comm/cpu_comm.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/environment.hpp"
@@ -18,17 +19,19 @@
 #include "lockstep/comm/nccl_comm.hpp"
 #endif
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 /// The kind of device that a program computes on.
 enum class DeviceKind { cpu, gpu };
 namespace detail {
 
 /// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
 /// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
-/// choice is a GPU and this rank has none. Logs a warning if CUDA sees none of the GPUs of this host.
+/// choice is a GPU and this rank has none. Logs why it is not where CUDA_VISIBLE_DEVICES lists GPUs, and a warning if CUDA
+/// sees none of those of this host.
 inline DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
                                 std::optional<DeviceKind> wanted,
                                 const Variables& variables = process_variable) {
+  const bool asked = !wanted;
   if (const auto text = variables("LOCKSTEP_DEVICE"); text && !wanted && *text != "auto") {
     if (*text != "cpu" && *text != "gpu")
       throw UsageError(formatted("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
@@ -37,7 +40,15 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
   if (!wanted && visible == 0 && visible_gpus() > 0)
     Log(rank.rank).warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs",
                            visible_gpus());
-  if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) return DeviceKind::cpu;
+  if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) {
+    const auto listed = variables("CUDA_VISIBLE_DEVICES");
+    if (asked && listed && !listed->empty() && !listed->starts_with('-'))
+      Log(rank.rank).info("computing on CPUs, although CUDA_VISIBLE_DEVICES={}: {}", *listed,
+                          wanted     ? "LOCKSTEP_DEVICE=cpu"
+                          : !visible ? "this program was built without CUDA"
+                                     : "there is no CUDA device");
+    return DeviceKind::cpu;
+  }
   if (!visible)
     throw UsageError(
         formatted("rank {} is to compute on a GPU, but this program was built without CUDA: link "
@@ -48,6 +59,8 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 }
 
 }  // namespace detail
+
+inline namespace LOCKSTEP_DEVICES {
 
 /// Runs `program(comm)` with the communicator of the available device, and returns its result. `program` is a
 /// template over the communicator. It is compiled for CpuComm and, in a program that links lockstep::cuda,
@@ -84,4 +97,6 @@ decltype(auto) with_device(const World& world, Program&& program,
   return std::forward<Program>(program)(CpuComm{world});
 }
 
-}  // namespace lockstep
+}  // namespace LOCKSTEP_DEVICES
+
+}  // namespace lockstep::inline v0_1

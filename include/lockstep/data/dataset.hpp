@@ -26,7 +26,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 template <class B>
 struct BatchTensors;  // undefined for types without known tensors
@@ -102,9 +102,9 @@ struct BatchTensors<B> {
   static void each(B& batch, auto& visit) { batch.each_tensor(visit); }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A batch type whose tensors can be enumerated: a tensor, an Example, a vector, array, optional, tuple or
 /// pair of such types, a std::map from names to such types, or a type with `each_tensor(f)`, which calls
@@ -149,7 +149,7 @@ requires Dataset<std::remove_reference_t<D>> std::size_t dataset_size(D&& datase
   if (!size)
     throw DataError(
         "the dataset does not know its size, so it cannot be partitioned over the ranks: give a dataset with "
-        "a size, or a BatchStream");
+        "a size, or a stream, which has next()");
   return *size;
 }
 
@@ -248,7 +248,7 @@ concept BatchStream = !Dataset<S> && requires(S & stream) {
 
 /// A stream that supports several passes.
 template <class S>
-concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epoch) {
+concept RepeatableStream = BatchStream<S> && requires(S& stream, std::int64_t epoch) {
   stream.set_epoch(epoch);
 };
 
@@ -345,4 +345,4 @@ void check_same_dataset(C& comm, D& dataset) {
     check_same_dataset(comm, dataset_size(dataset));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <mutex>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// One step of SplitMix64: a bijection of 64 bits that turns counters into noise.
 constexpr std::uint64_t mix_bits(std::uint64_t x) {
@@ -31,9 +31,9 @@ inline void set_default_generator_state(const at::Tensor& state, const at::Devic
   generator.set_state(state);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 namespace detail {
 
@@ -52,7 +52,7 @@ struct GeneratorKey {
   /// The seed of the run.
   std::uint64_t seed = 0;
   /// The zero-based epoch.
-  std::uint64_t epoch = 0;
+  std::int64_t epoch = 0;
   std::uint32_t rank = 0;
   std::uint64_t stream = 0;
   bool operator==(const GeneratorKey&) const = default;
@@ -62,7 +62,8 @@ struct GeneratorKey {
 /// different keys collide with probability 2^-64.
 constexpr std::uint64_t seed_of(const GeneratorKey& key) {
   std::uint64_t hash = detail::mix_bits(key.seed);
-  for (const std::uint64_t part : {key.epoch, static_cast<std::uint64_t>(key.rank), key.stream})
+  for (const std::uint64_t part :
+       {static_cast<std::uint64_t>(key.epoch), static_cast<std::uint64_t>(key.rank), key.stream})
     hash = detail::mix_bits(hash ^ part);
   return hash;
 }
@@ -96,7 +97,8 @@ inline at::Generator keyed_generator(const GeneratorKey& key) {
     state.state_[i + 1] = static_cast<std::uint32_t>(noise >> 32);
   }
   std::size_t at = 1;  // the twister uses only one bit of word 0
-  for (const std::uint64_t part : {key.seed, key.epoch, static_cast<std::uint64_t>(key.rank), key.stream}) {
+  for (const std::uint64_t part :
+       {key.seed, static_cast<std::uint64_t>(key.epoch), static_cast<std::uint64_t>(key.rank), key.stream}) {
     state.state_[at++] = static_cast<std::uint32_t>(part);
     state.state_[at++] = static_cast<std::uint32_t>(part >> 32);
   }
@@ -107,4 +109,4 @@ inline at::Generator keyed_generator(const GeneratorKey& key) {
   return generator;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -44,7 +44,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Makes tensor operations that this thread calls single-threaded, for threads that load data during training.
 ///
@@ -202,7 +202,7 @@ class CountedSampler {
 
   explicit CountedSampler(S sampler) : sampler_(std::move(sampler)) {}
 
-  void set_epoch(std::size_t epoch) {
+  void set_epoch(std::int64_t epoch) {
     sampler_.set_epoch(epoch);
     epoch_.set(epoch);
     epoch_.enter();
@@ -223,7 +223,7 @@ class CountedSampler {
   void save(torch::serialize::OutputArchive& archive) const { sampler_.save(archive); }
 
   [[nodiscard]] std::size_t size() const { return sampler_.size(); }
-  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] std::int64_t pass_epoch() const { return epoch_.pass(); }
   [[nodiscard]] std::size_t position() const { return position_; }
   [[nodiscard]] bool begun() const { return epoch_.begun(); }
   [[nodiscard]] bool resumes() const { return false; }
@@ -237,9 +237,9 @@ class CountedSampler {
   std::size_t position_ = 0;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A function that transforms a sample or a batch. It must draw from the given generator alone.
 using Transform = std::function<Example(Example, at::Generator&)>;
@@ -338,14 +338,14 @@ class DataLoader {
   }
 
   /// Sets the epoch of the next pass.
-  void set_epoch(std::size_t epoch) {
+  void set_epoch(std::int64_t epoch) {
     if (pass_under_way_)
       next_epoch_ = epoch;  // the sampler would begin it at once
     else
       sampler_.set_epoch(epoch);
   }
   /// Returns the epoch of the current pass, or the sampler's epoch before the first pass.
-  [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
+  [[nodiscard]] std::int64_t epoch() const { return sampler_.pass_epoch(); }
 
   /// Returns the dataset that it reads.
   [[nodiscard]] const D& dataset() const { return dataset_; }
@@ -365,7 +365,7 @@ class DataLoader {
   struct Job {
     std::vector<std::size_t> indices;
     std::size_t number;  // of its first sample in this rank's pass
-    std::size_t epoch;
+    std::int64_t epoch;
     int rank;
   };
 
@@ -457,7 +457,7 @@ class DataLoader {
   SamplerWithPosition sampler_;
   LoaderOptions options_;
   std::optional<SamplerWithPosition> start_;  // the sampler at the start of the last pass
-  std::optional<std::size_t> next_epoch_;     // that was set during the pass
+  std::optional<std::int64_t> next_epoch_;    // that was set during the pass
   bool pass_under_way_ = false;
 };
 
@@ -725,4 +725,4 @@ class StagedBatches {
   std::optional<detail::SideStream> stream_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

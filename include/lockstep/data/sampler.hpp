@@ -28,7 +28,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A sampler that selects this rank's samples of a dataset and their order.
 ///
@@ -65,7 +65,7 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
 template <class S>
 concept ResumableSampler = Sampler<S> && requires(S& sampler, const S& view, std::size_t n) {
   sampler.skip(n);
-  { view.pass_epoch() } -> std::convertible_to<std::size_t>;
+  { view.pass_epoch() } -> std::convertible_to<std::int64_t>;
   { view.position() } -> std::convertible_to<std::size_t>;
   { view.begun() } -> std::convertible_to<bool>;
   { view.resumes() } -> std::convertible_to<bool>;
@@ -136,11 +136,11 @@ class SamplerEpoch {
   }
   ~SamplerEpoch() = default;
 
-  void set(std::size_t number) {
+  void set(std::int64_t number) {
     shared_->number = number;
     ++shared_->times_set;
   }
-  [[nodiscard]] std::size_t number() const { return shared_->number; }
+  [[nodiscard]] std::int64_t number() const { return shared_->number; }
 
   void enter() { pass_ = shared_->number; }
   /// Records that this copy has started a pass over the epoch that is set.
@@ -148,7 +148,7 @@ class SamplerEpoch {
     enter();
     begun_ = shared_->times_set;
   }
-  [[nodiscard]] std::size_t pass() const { return pass_; }
+  [[nodiscard]] std::int64_t pass() const { return pass_; }
   [[nodiscard]] bool begun() const { return begun_ == shared_->times_set; }
 
   /// Warns on rank 0 that the coming pass repeats the last one. Once for all copies.
@@ -164,12 +164,13 @@ class SamplerEpoch {
 
  private:
   struct Shared {
-    std::size_t number = 0, times_set = 0;
+    std::int64_t number = 0;
+    std::size_t times_set = 0;
     bool warned = false;
   };
 
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  std::size_t pass_ = 0;
+  std::int64_t pass_ = 0;
   std::optional<std::size_t> begun_;  // `times_set` at the last start of a pass
 };
 
@@ -203,11 +204,11 @@ class PassSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] static bool draws_base_seed() { return false; }
 
   /// Has no effect on the order, which is the same in every epoch or follows from a generator.
-  void set_epoch(std::size_t epoch) {
+  void set_epoch(std::int64_t epoch) {
     epoch_.set(epoch);
     epoch_.enter();
   }
-  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] std::int64_t pass_epoch() const { return epoch_.pass(); }
   [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
   /// Starts a pass, or resumes the one that was just loaded.
@@ -268,7 +269,7 @@ class PassSampler : public torch::data::samplers::Sampler<> {
     resumed_ = true;
   }
   void enter(std::int64_t epoch) {
-    epoch_.set(static_cast<std::size_t>(epoch));
+    epoch_.set(epoch);
     epoch_.enter();
   }
   static void write_count(torch::serialize::OutputArchive& archive, const char* key, std::size_t value) {
@@ -295,12 +296,12 @@ class StridedSampler : public PassSampler {
 
   /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
   /// the epoch at once, unless it resumes a loaded one.
-  void set_epoch(std::size_t epoch) {
+  void set_epoch(std::int64_t epoch) {
     epoch_.set(epoch);
     if (!resumes()) begin_epoch();
   }
   /// Returns the epoch that the next `reset()` starts.
-  [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
+  [[nodiscard]] std::int64_t epoch() const { return epoch_.number(); }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
     if (position_ == 0) ++passes_;
@@ -444,7 +445,8 @@ class DistributedSampler : public detail::StridedSampler {
 
  private:
   struct Key {
-    std::size_t epoch, length, skipped;
+    std::int64_t epoch;
+    std::size_t length, skipped;
     bool operator==(const Key&) const = default;
   };
   [[nodiscard]] Key key() const { return {pass_epoch(), length(), skipped_}; }
@@ -679,4 +681,4 @@ class RandomSampler : public detail::PassSampler {
   bool ended_ = false;  // `next` asked for more samples than remained
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

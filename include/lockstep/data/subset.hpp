@@ -10,7 +10,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The samples of a dataset at the given indices, in their order. An index may occur several times. Holds the
 /// dataset by value; `get` and `get_batch` are those of the dataset.
@@ -47,4 +47,4 @@ class Subset {
   std::vector<std::size_t> indices_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

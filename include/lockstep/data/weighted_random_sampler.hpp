@@ -16,7 +16,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Draws `num_samples` indices with probabilities in proportion to weights, anew in each epoch, and partitions
 /// them over the ranks as DistributedSampler does: `torch.multinomial` over all weights, with a generator seeded
@@ -97,7 +97,7 @@ class WeightedRandomSampler : public detail::StridedSampler {
   at::Tensor weights_;  // fp64
   bool replacement_;
   at::Tensor order_;  // of all ranks; immutable once drawn, since copies of the sampler share it
-  std::pair<std::size_t, std::size_t> drawn_;  // its epoch and length
+  std::pair<std::int64_t, std::size_t> drawn_;  // its epoch and length
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

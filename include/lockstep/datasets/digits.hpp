@@ -14,7 +14,7 @@
 
 #include "lockstep/data/generator.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Grayscale images and their labels.
 struct Digits {
@@ -206,4 +206,4 @@ inline Digits draw_digits(std::int64_t count, std::uint64_t seed) {
   return digits;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -24,7 +24,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/process.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A file to download, with its size in bytes. The content is not verified: a .gz file holds a CRC-32, which
 /// its reader checks.
@@ -177,4 +177,4 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -34,7 +34,7 @@
 #include <zlib.h>
 #endif
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The properties that `read_idx` requires of a file; unset ones are not checked. `content` describes the
 /// expected data in errors.
@@ -246,4 +246,4 @@ inline void write_idx(const std::filesystem::path& path, const at::Tensor& tenso
   detail::as_data_file([&] { write_file_atomically(path, bytes); });
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -25,7 +25,7 @@
 
 // Needs libjpeg and libpng: link lockstep::images, or -ljpeg -lpng.
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory. Repeats the
 /// value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits of colours, clips 16-bit grey at
@@ -181,4 +181,4 @@ class ImageFolder {
 
 static_assert(IndexedDataset<ImageFolder>);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

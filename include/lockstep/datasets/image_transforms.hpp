@@ -23,7 +23,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline void require_image(const at::Tensor& image, const char* transform) {
   if (image.dim() != 3 || image.numel() == 0)
@@ -47,9 +47,9 @@ inline at::Tensor resized(const at::Tensor& image, std::int64_t height, std::int
   return at::_upsample_bilinear2d_aa(image.unsqueeze(0), {height, width}, /*align_corners=*/false).squeeze(0);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 // Transforms of one image: a tensor [C, H, W], uint8 with values to 255 before ToTensor, float32 after it.
 // They never change their input in place, are thread-safe, and throw DataError for any other number of
@@ -234,4 +234,4 @@ class Compose {
   std::tuple<Steps...> steps_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -25,7 +25,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A dataset of grayscale digits. A sample is {data: float32 [1, H, W] in 0 to 1, as torchvision's ToTensor
 /// makes it; target: int64 scalar}, with H = W = 28 for MNIST. Stores the pixels as bytes, a quarter of the
@@ -253,4 +253,4 @@ inline Mnist load_mnist(const World& world, const MnistSource& source = {}) try 
   throw UsageError(error.what());  // found before training: the user's input, not a failure
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -10,7 +10,7 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A dataset whose samples pass through a transform, for a Trainer and for `evaluate`, which construct their
 /// loaders without one:
@@ -38,7 +38,7 @@ class TransformedDataset {
   }
 
   /// Sets the epoch from which the draws follow.
-  void set_epoch(std::uint64_t epoch) { epoch_ = epoch; }
+  void set_epoch(std::int64_t epoch) { epoch_ = epoch; }
 
   /// Returns the dataset without the transform.
   [[nodiscard]] const D& dataset() const { return dataset_; }
@@ -46,7 +46,8 @@ class TransformedDataset {
  private:
   D dataset_;
   Transform transform_;
-  std::uint64_t seed_, epoch_ = 0;
+  std::uint64_t seed_;
+  std::int64_t epoch_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

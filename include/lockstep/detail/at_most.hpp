@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A thread that runs work which a stuck peer or pipe may block. The destructor joins a thread whose work has
 /// ended, and leaves any other thread behind, so the work must own what it uses. Work that has not begun by
@@ -71,4 +71,4 @@ Result at_most(std::chrono::milliseconds timeout, Result otherwise, Work work) t
   return otherwise;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 static_assert(std::endian::native == std::endian::little, "lockstep's files and messages are little-endian");
 
@@ -93,4 +93,4 @@ inline std::uint32_t crc32c(std::string_view bytes) {
   return crc<0x82F63B78>(bytes);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -5,7 +5,7 @@
 
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
 /// value may be read.
@@ -30,4 +30,4 @@ class CaptureScope {
   const bool before_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the first element of `tensor` like at::Tensor::const_data_ptr<T>, and throws c10::Error if its
 /// dtype is not T's. A program built with clang 18 or newer cannot link that function from a LibTorch built
@@ -15,4 +15,4 @@ const T* const_data(const at::Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

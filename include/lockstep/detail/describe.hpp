@@ -8,7 +8,7 @@
 
 #include "lockstep/detail/lists.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns Python's name of a dtype, such as "float32".
 inline std::string dtype_name(at::ScalarType type) try {
@@ -27,4 +27,4 @@ inline std::string describe(const at::Tensor& tensor) {
   return shape_text(tensor.sizes()) + " " + dtype_name(tensor.scalar_type());
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

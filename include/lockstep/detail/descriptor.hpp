@@ -7,7 +7,7 @@
 #include <string_view>
 #include <utility>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Owns a file descriptor.
 class Descriptor {
@@ -44,4 +44,4 @@ inline bool write_all(int descriptor, std::string_view bytes) {
   return true;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -5,7 +5,7 @@
 
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A batch of a pass of a DataLoader, and how many the last of `ranks` ranks has.
 struct DrawnBatch {
@@ -19,4 +19,4 @@ struct DrawnBatch {
 /// The batch that this thread took last from a DataLoader whose pass goes on, or that another loader has drawn.
 LOCKSTEP_PROCESS_WIDE inline constinit thread_local DrawnBatch drawn_batch{};
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -15,7 +15,7 @@
 #include "lockstep/detail/temporary_file.hpp"
 #include "lockstep/files.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the kind of `path` if a file cannot replace it, such as "a folder". Returns an empty string for a
 /// regular file or a missing path. Renaming a file over a device, such as /dev/null, would remove the device
@@ -40,9 +40,9 @@ inline std::filesystem::path behind_links(std::filesystem::path path) {
   return path;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE void require_writable(const std::filesystem::path& path,
                                       std::optional<std::string_view> option) {
@@ -108,4 +108,4 @@ LOCKSTEP_INLINE std::string read_file(const std::filesystem::path& path) {
   return bytes;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

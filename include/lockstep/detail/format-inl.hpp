@@ -7,7 +7,7 @@
 #include "lockstep/detail/linkage.hpp"
 
 #ifndef LOCKSTEP_CHECK_FORMATS
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 LOCKSTEP_INLINE std::string formatted(std::string_view text, FormatArgument a, FormatArgument b,
                                       FormatArgument c, FormatArgument d, FormatArgument e, FormatArgument f,
@@ -28,5 +28,5 @@ LOCKSTEP_INLINE std::string formatted(std::string_view text, FormatArgument a, F
   return fmt::vformat(fmt::string_view(text.data(), text.size()), store);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 #endif

@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #endif
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 // One argument of `formatted`. A tagged union, since fmt's templates and std::variant would be instantiated
 // in every file that includes this header.
@@ -64,7 +64,7 @@ std::string formatted(std::string_view text, FormatArgument a = {}, FormatArgume
                       FormatArgument i = {}, FormatArgument j = {});
 #endif
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/detail/format-inl.hpp"

@@ -7,7 +7,7 @@
 #include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the length of the UTF-8 sequence at the start of `text`, which is not empty; 0 if there is none.
 inline std::size_t utf8_length(std::string_view text) {
@@ -59,4 +59,4 @@ LOCKSTEP_INLINE std::string json_number(double value) {
   return formatted("{}", value);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

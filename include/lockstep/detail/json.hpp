@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns `text` as valid UTF-8: each byte that is none becomes U+FFFD.
 std::string valid_utf8(std::string_view text);
@@ -15,7 +15,7 @@ std::string json_string(std::string_view text);
 /// quotes, for the values that JSON does not have.
 std::string json_number(double value);
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/detail/json-inl.hpp"

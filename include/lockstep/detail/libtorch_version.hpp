@@ -12,7 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any
 /// version.
@@ -134,4 +134,4 @@ inline at::Tensor copyable(const at::Tensor& tensor) {
   return tensor.scalar_type() == float4_e2m1fn_x2 ? tensor.view(at::kByte) : tensor;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

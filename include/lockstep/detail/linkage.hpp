@@ -11,6 +11,15 @@
 /// compiled them. All of them must be built from one version of lockstep.
 #define LOCKSTEP_PROCESS_WIDE [[gnu::visibility("default")]]
 
+/// The inline namespace of what differs in programs with CUDA, and of the Trainer, which calls it: where objects with and without
+/// CUDA are linked, each has its own. That of all names, v0_1, has the number of the version: objects of two versions that
+/// pass a type of lockstep to each other do not link.
+#ifdef LOCKSTEP_HAS_CUDA
+#define LOCKSTEP_DEVICES with_cuda
+#else
+#define LOCKSTEP_DEVICES without_cuda
+#endif
+
 /// Marks the definitions in the `-inl.hpp` headers. In header-only use they are inline. With LOCKSTEP_COMPILED the
 /// headers only declare the functions, and lockstep/compiled.cpp, which the program compiles once, defines them.
 #ifdef LOCKSTEP_COMPILED

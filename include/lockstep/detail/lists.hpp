@@ -7,7 +7,7 @@
 #include <string_view>
 #include <type_traits>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns `items`, numbers or texts, with `separator` between them and `last` before the last one. Above
 /// `most` items, the text ends with "and N more". `count`, if greater than their number, is the number of all
@@ -45,4 +45,4 @@ std::string listed_ranks(const Ranks& ranks) {
   return (ranks.size() == 1 ? "rank " : "ranks ") + listed(ranks);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

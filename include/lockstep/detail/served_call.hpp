@@ -12,7 +12,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/lists.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The public call of lockstep that a collective serves, as error messages name it. Both names are string
 /// literals or null, so that a collective copies them without an allocation.
@@ -82,4 +82,4 @@ inline std::string different_calls(const std::vector<std::string>& names, const 
          ", and equally often";
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -15,7 +15,7 @@
 
 #include "lockstep/detail/descriptor.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// How long a writer waits for another one of the same file.
 inline constexpr std::chrono::seconds file_lock_timeout{60};
@@ -103,4 +103,4 @@ inline std::string reason_of(int error) {
   return error == EWOULDBLOCK ? "another process is writing it" : std::strerror(error);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

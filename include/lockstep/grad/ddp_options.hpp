@@ -9,7 +9,7 @@
 
 #include <c10/core/Device.h>
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Where gradients are stored after backward, and which of Python's two averaging arithmetics is used. With
 /// three or more ranks the two differ in their bits.
@@ -100,4 +100,4 @@ struct DdpReport {
   std::int64_t bytes_so_far = 0;  ///< the sum of `bytes` over all reductions
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

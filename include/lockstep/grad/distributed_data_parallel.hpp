@@ -28,7 +28,7 @@
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Replicates a model over the ranks of a communicator and averages its gradients during backward.
 ///
@@ -379,4 +379,4 @@ class DistributedDataParallel {
   std::unique_ptr<State> state_;  // hooks hold its address, so it must not move
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

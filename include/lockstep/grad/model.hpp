@@ -20,7 +20,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A parameter or buffer with its qualified name, such as "block.0.weight".
 struct NamedTensor {
@@ -195,7 +195,7 @@ void check_same_model(Comm& comm, const std::vector<NamedTensor>& parameters,
                 "build the same model on every rank");
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/grad/detail/model-inl.hpp"

@@ -18,7 +18,7 @@
 #include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/trainer.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// A precision with a GradScaler, such as Fp16.
@@ -126,4 +126,4 @@ void load_state_dict(Trainer<Policies...>& trainer, const std::filesystem::path&
                              [&](auto run) { detail::read_state_dict(run, trainer.precision(), path); });
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -2,7 +2,7 @@
 
 #include "lockstep/interchange/state_dict.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The text entries of a safetensors file. Libraries of Python that load models look for {"format": "pt"}.
 using SafetensorsMetadata = std::map<std::string, std::string>;
@@ -61,7 +61,7 @@ Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
   return content;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/interchange/detail/safetensors-inl.hpp"

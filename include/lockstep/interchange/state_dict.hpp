@@ -5,7 +5,7 @@
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Tensors by name, in the order of Python's `state_dict()`.
 using StateDict = std::vector<NamedTensor>;
@@ -129,7 +129,7 @@ c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
   return value;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/interchange/detail/state_dict-inl.hpp"

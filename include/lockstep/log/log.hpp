@@ -12,7 +12,7 @@
 #include <string>
 #include <string_view>
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The severity of a log line. Lines below LOCKSTEP_LOG_LEVEL (debug, info, warning or error; default info)
 /// are dropped.
@@ -164,7 +164,7 @@ class Progress {
   detail::ProgressState state_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/log/detail/log-inl.hpp"

@@ -20,7 +20,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/precision/precision.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 class GeneratorStates {
@@ -157,4 +157,4 @@ auto checkpoint(Function function, const Inputs&... inputs) {
     return outputs;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -8,7 +8,7 @@
 #include <memory>
 #include <optional>
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Applies y = x A^T + b with the bits of Python's `torch.nn.Linear`, forward and backward.
 ///
@@ -37,4 +37,4 @@ class LinearImpl : public torch::nn::LinearImpl {
 
 TORCH_MODULE(Linear);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -25,7 +25,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/sync_batch_norm_function.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A module whose training forward is collective: every rank must call it equally often, in the same order. A
 /// class derives from this and from torch::nn::Module.
@@ -364,4 +364,4 @@ std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -20,7 +20,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 struct MovingAverageOptions {
   double decay = 0.999;  ///< weight of the old average in the new one, from 0 to 1
@@ -236,4 +236,4 @@ class PeriodicModelAverager {
   std::int64_t steps_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

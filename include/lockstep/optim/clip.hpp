@@ -24,7 +24,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 struct ClipOptions {
   double norm_type = 2;  ///< any number above 0, or infinity for the largest absolute value
@@ -175,4 +175,4 @@ inline void clip_grad_value(const torch::nn::Module& module, double clip_value) 
   detail::clip_value(unique_parameters(module), clip_value);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

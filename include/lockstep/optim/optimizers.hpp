@@ -39,7 +39,7 @@
 #include "lockstep/optim/detail/optimizer.hpp"
 #include "lockstep/optim/options.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 struct SGDOptions {
   double lr = 1e-3;
@@ -553,4 +553,4 @@ class AdamW : public Adam {
       : Adam(std::move(groups), options) {}
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

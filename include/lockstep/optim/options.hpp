@@ -11,7 +11,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The kind of ATen operators that an optimizer's step uses.
 enum class Implementation {
@@ -118,4 +118,4 @@ struct TensorState : torch::optim::OptimizerCloneableParamState<Derived> {
 };
 
 }  // namespace detail
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -12,7 +12,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 namespace detail {
 
@@ -183,4 +183,4 @@ inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, co
   return lr * factor;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

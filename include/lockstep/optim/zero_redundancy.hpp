@@ -27,7 +27,7 @@
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/precision/precision.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 using Shard = std::vector<std::vector<at::Tensor>>;  // by group
@@ -349,4 +349,4 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
 template <class Comm, class Make>
 ZeroRedundancyOptimizer(std::vector<at::Tensor>, Comm&, Make&&) -> ZeroRedundancyOptimizer<Comm>;
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -32,7 +32,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The number format of a training step. An instance lives as long as its optimizer. The training loop calls
 /// it three times per step, in this order:
@@ -609,4 +609,4 @@ class Fp16 {
   GradScaler scaler_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -10,7 +10,7 @@
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Options of CsvLog and JsonLines.
 struct MetricsOptions {
@@ -93,7 +93,7 @@ class JsonLines : public detail::MetricsLog {
       : MetricsLog(world, path, options, detail::MetricsFormat::json) {}
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/metrics_files-inl.hpp"

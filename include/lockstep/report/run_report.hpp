@@ -15,7 +15,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Options of RunReport.
 struct RunReportOptions {
@@ -94,4 +94,4 @@ class RunReport {
   bool changed_ = false, kept_ = false, warned_ = false;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

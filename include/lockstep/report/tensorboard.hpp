@@ -13,7 +13,7 @@
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Options of TensorBoard.
 struct TensorBoardOptions {
@@ -65,7 +65,7 @@ class TensorBoard {
   std::int64_t last_step_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/tensorboard-inl.hpp"

@@ -17,7 +17,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Options of Trace. The traced steps are [from, to), zero-based, over the lifetime of the trainer. The first
 /// steps of a run are unlike the later ones: buckets are rebuilt, and memory is allocated.
@@ -107,4 +107,4 @@ class Trace {
   bool warned_ = false;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -13,7 +13,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A part of a training step that a graph can capture and replay. A type opts in with `static constexpr bool
 /// capturable = true`: it never reads a device value on the host; its operators, shapes and memory are the same
@@ -36,6 +36,7 @@ struct CaptureOptions {
 };
 
 namespace detail {
+inline namespace LOCKSTEP_DEVICES {
 #ifdef LOCKSTEP_HAS_CUDA
 /// A graph of LibTorch with a memory pool and a stream of its own.
 class StepGraph {
@@ -109,6 +110,7 @@ struct StepGraph {
   void replay() {}
 };
 #endif
+}  // namespace LOCKSTEP_DEVICES
 
 template <class Comm, class Optimizer, class PrecisionType, class Hook, class... GradientCallbacks>
 struct CheckedCapture {
@@ -152,6 +154,8 @@ class SingleBatchSource {
   Batch* batch_;
 };
 }  // namespace detail
+
+inline namespace LOCKSTEP_DEVICES {
 
 /// Captures a model's forward, backward, reduction and optimizer step as one graph of a GPU. The first steps
 /// run eagerly, the next one is captured, and later calls replay it with the new batch's data, at the cost of
@@ -327,4 +331,6 @@ template <class M, class Comm, class Optimizer, class PrecisionType, class Loss>
 CapturedStep(c10::Device, M&, Comm&, Optimizer&, PrecisionType&, Loss)
     -> CapturedStep<M, Comm, Optimizer, PrecisionType, Loss>;
 
-}  // namespace lockstep
+}  // namespace LOCKSTEP_DEVICES
+
+}  // namespace lockstep::inline v0_1

@@ -8,7 +8,7 @@
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/metrics.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The key of the model in a checkpoint. A file of a model alone does not have it.
 namespace detail {
@@ -219,4 +219,4 @@ inline torch::serialize::InputArchive checkpoint_of(std::string_view bytes) {
 }
 }  // namespace detail
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

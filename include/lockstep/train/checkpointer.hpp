@@ -22,7 +22,7 @@
 #include "lockstep/train/monitor.hpp"
 #include "lockstep/train/trainer.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// When a Checkpointer saves, beside the end of the last epoch: after each epoch if none of the first three options is given.
 struct CheckpointerOptions {
@@ -89,8 +89,8 @@ class Checkpointer {
   bool load_latest() {
     const detail::CallScope scope("Checkpointer::load_latest");
     wait();
-    const std::string path =
-        agree_with_rank_zero<CheckpointError>(comm(), [&] { return newest_whole().string(); });
+    const std::string path = agree_with_rank_zero<CheckpointError>(
+        comm(), [&] { return of_files([&] { return newest_whole().string(); }); });
     if (!path.empty()) std::apply([&](auto&... part) { trainer_.load_checkpoint(path, part...); }, parts_);
     owns_folder_ = true;
     return !path.empty();
@@ -103,7 +103,7 @@ class Checkpointer {
     const detail::CallScope scope("Checkpointer::save");
     wait();
     const auto take = [&](torch::serialize::OutputArchive& archive) {
-      prepare();
+      of_files([&] { prepare(); });
       copy_.detach(archive);
       writing_ =
           std::async(std::launch::async, [this, archive = std::move(archive), path = next()]() mutable {
@@ -152,6 +152,12 @@ class Checkpointer {
   static constexpr const char *begin_of_name = "step-", *end_of_name = ".ckpt";
 
   [[nodiscard]] auto& comm() { return trainer_.comm(); }
+  template <class Work>
+  static auto of_files(const Work& work) try {
+    return work();
+  } catch (const std::filesystem::filesystem_error& error) {
+    throw CheckpointError(error.what());
+  }
   [[nodiscard]] Path next() const {
     std::string number = std::to_string(trainer_.step());
     if (number.size() < 8) number.insert(0, 8 - number.size(), '0');
@@ -265,4 +271,4 @@ Checkpointer(Trained&, std::filesystem::path, CheckpointerOptions, Parts&&...)
 template <class Trained>
 Checkpointer(Trained&, std::filesystem::path) -> Checkpointer<Trained>;
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -13,7 +13,7 @@
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 // Calls `restore()` in a destructor: warns of an exception, which may not leave it.
 namespace detail {
@@ -384,4 +384,4 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -17,7 +17,7 @@
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/step_profile.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The gradients of one optimizer step, summed over its micro-batches and reduced over all ranks, before the
 /// optimizer uses them.
@@ -536,4 +536,4 @@ class CheckFinite {
   std::vector<std::unique_ptr<Watch>> watched_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -23,7 +23,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// An undivided mean: a sum over samples, as one element, and the number or the total weight of the samples.
 /// Means of batches and ranks of unequal size add up to the exact mean.
@@ -404,4 +404,4 @@ LocalLoss weigh(const at::Tensor& mean, const Batch& batch) {
   return {mean * samples, mean, samples, samples};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -3,7 +3,7 @@
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/extras.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Returns the value that EarlyStopping and BestCheckpoint compare, after each epoch: `report.loss`, or the
 /// result of an evaluation. Called on every rank, and returns the same value; it may call collectives.
@@ -228,4 +228,4 @@ struct BestCheckpoint {
   }
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -10,7 +10,9 @@
 #include <c10/cuda/CUDAFunctions.h>
 #endif
 
-namespace lockstep {
+#include "lockstep/detail/linkage.hpp"
+
+namespace lockstep::inline v0_1::inline LOCKSTEP_DEVICES {
 
 /// Returns this rank's peak memory so far, in bytes. With tensors on a GPU: the peak of LibTorch's allocator
 /// on the current device. Memory that NCCL and CUDA allocate themselves is not counted. Without tensors on a
@@ -32,4 +34,4 @@ inline std::int64_t peak_memory() {
   return 0;  // no /proc
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1::inline LOCKSTEP_DEVICES

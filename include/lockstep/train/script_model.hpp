@@ -11,7 +11,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// A TorchScript module as a torch::nn::Module, for a Trainer, `evaluate` and all else that takes one:
 ///
@@ -79,4 +79,4 @@ class ScriptModelImpl : public torch::nn::Module {
 /// The module holder of ScriptModelImpl.
 TORCH_MODULE(ScriptModel);
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -9,7 +9,7 @@
 
 #include "lockstep/grad/ddp_options.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// The phases of an optimizer step on one rank. All times are host time: with a GPU, forward, backward and
 /// optimizer end when their work is launched.
@@ -116,4 +116,4 @@ void end_phase(StepPhase phase, Callbacks&... callbacks) {
 }
 }  // namespace detail
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -6,7 +6,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/process.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// The last signal that a StopOnSignal of this process has received, 0 if there was none.
@@ -115,4 +115,4 @@ class StopOnSignal {
   bool stopped_ = false;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -8,7 +8,7 @@
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/peak_memory.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1::inline LOCKSTEP_DEVICES {
 
 /// Trains one model data-parallel on all ranks. Owns the communicator, the model, its DistributedDataParallel
 /// and its optimizer. Calls the sampler's set_epoch, switches the module's training mode, seeds the
@@ -541,4 +541,4 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 template <class... Given>
 Trainer(const World&, TrainerOptions, Given...) -> Trainer<typename detail::PolicyOfArgument<Given>::type...>;
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1::inline LOCKSTEP_DEVICES

@@ -12,7 +12,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 class DistributedSampler;
 class CpuComm;
@@ -27,8 +27,10 @@ using DefaultPrecision = Fp32;  ///< See DefaultSampler.
 
 }  // namespace detail
 
+inline namespace LOCKSTEP_DEVICES {
 template <class... Policies>
 class Trainer;
+}  // namespace LOCKSTEP_DEVICES
 
 /// The options of a Trainer besides its policies. All but `num_workers` and `progress` must be equal on every
 /// rank: the constructor compares `ddp`, `Trainer::fit` the others, and both throw MismatchError.
@@ -85,4 +87,4 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   return options;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -8,16 +8,16 @@
 #include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Does what launch() does. `fn` returns the exit code of its rank.
 int launch_ranks(int argc, const char* const* argv,
                  const std::function<int(const World&, int argc, char** argv)>& fn,
                  const LaunchOptions& options);
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Returns the command line without the flags that `launch` reads (see LaunchOptions) and their values, with
 /// a final null pointer as in main's argv. For a program that parses its arguments before `launch`.
@@ -80,7 +80,7 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
       options);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/world/detail/launch-inl.hpp"

@@ -1,10 +1,11 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Which ranks' output lines get the prefix `[rank 3] `. `automatic`: every rank but 0, so that rank 0's
 /// output stays unchanged.
@@ -17,10 +18,10 @@ enum class Prefix { automatic, always, never };
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 1 without GPUs.
-  int nproc = 0;
+  std::int64_t nproc = 0;
   bool nproc_flag = true;
-  /// The GPUs to use, by the driver's indices, such as "0,1"; sets CUDA_VISIBLE_DEVICES of this process and of its ranks. Empty:
-  /// keeps its value, or all GPUs if it is unset.
+  /// The GPUs to use, by the driver's indices, such as "0,1"; sets CUDA_VISIBLE_DEVICES of this process and of its ranks. Several
+  /// ranks of a host must be as many. Empty: keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
   /// The prefix of the lines that the ranks print.
   Prefix prefix = Prefix::automatic;
@@ -30,15 +31,15 @@ struct LaunchOptions {
   /// checkpoint then goes on from there. TORCHELASTIC_RESTART_COUNT is the number of restarts so far. Without effect under a
   /// launcher that starts the ranks itself (torchrun, srun or mpirun for each rank). Not after a UsageError,
   /// calls that differ, a RendezvousError, Stopped or a signal to `launch`. Counterpart: torchrun's --max-restarts.
-  int max_restarts = 0;
+  std::int64_t max_restarts = 0;
   bool max_restarts_flag = true;
   /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A flag of `launch`, which option lets `launch` read it, and its help.
 struct LaunchFlag {
@@ -57,4 +58,4 @@ inline constexpr LaunchFlag launch_flags[] = {
     {"--max-restarts N", &LaunchOptions::max_restarts_flag,
      "how often all ranks are started again after a failure (0)"}};
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <string>
@@ -14,12 +15,12 @@
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 class World;
 struct WorldOptions;
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 struct Environment;
 struct WorldState;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -32,9 +33,9 @@ WorldState& state_of(const World& world);
 
 /// The number of RankZeroScopes that this thread is in.
 LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Makes collectives on this thread throw CommunicationError during its lifetime, since the other ranks are
 /// not in the scope and would not join.
@@ -61,7 +62,7 @@ struct WorldOptions {
   /// MKL_NUM_THREADS is set.
   static constexpr int share = -1;
   /// The number of threads of LibTorch's operations (at::set_num_threads), which is part of their results' bits. 0: unchanged.
-  int threads = 0;
+  std::int64_t threads = 0;
 };
 
 /// This process's place among all ranks of the run. A cheap value: copies share one connection to the store,
@@ -146,7 +147,7 @@ class World {
   std::shared_ptr<detail::WorldState> state_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/world/detail/world-inl.hpp"

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -139,6 +140,12 @@ int run_calls(const lockstep::World& world, unsigned seed, int culprit) {
       case all_to_all:
         comm.all_to_all(received, rows).synchronize();
         break;
+      case new_group: {
+        std::vector<int> members(1 + static_cast<std::size_t>(step.elements % world.size()));
+        std::iota(members.begin(), members.end(), 0);
+        if (auto group = comm.new_group(members)) group->all_reduce(tensor).synchronize();
+        break;
+      }
       case bytes:
         static_cast<void>(comm.all_gather_bytes("bytes"));
         break;
@@ -317,6 +324,14 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     world.store()->set(entered, std::string("yes"));
     while (kill(static_cast<pid_t>(host.item<std::int64_t>()), 0) == 0) usleep(20000);
     std::exit(0);
+  } else if (fault == "gone peer") {
+    std::optional<Comm> other{Comm{world}};
+    other->all_reduce(tensor).synchronize();
+    if (mine)
+      other.reset();  // in good order, and lives on
+    else
+      other->recv(tensor, culprit).synchronize();
+    usleep(60'000'000);
   } else if (fault == "recv") {
     if (!mine) comm.recv(tensor, culprit).synchronize();
     usleep(300000);

@@ -19,7 +19,7 @@
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 LOCKSTEP_INLINE std::string first_line(const std::exception& error) {
   const auto* known = dynamic_cast<const c10::Error*>(&error);
@@ -94,4 +94,4 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& all
   return {};
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

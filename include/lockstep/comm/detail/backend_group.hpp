@@ -44,6 +44,7 @@
 #include "lockstep/detail/capture_scope.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/control_plane.hpp"
@@ -53,7 +54,7 @@
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Exposes the protected members of c10d's Work. Waiting on its condition variable directly avoids the
 /// exception, with its stack trace, by which Work::wait reports a timeout.
@@ -216,6 +217,12 @@ class BackendGroup final : public Group {
                                  world().rank());
       world_ranks.push_back(world_rank);
     }
+    // A part of the call, which the store compares: ranks with other lists would meet under one name.
+    label(std::make_shared<const std::string>("of the ranks " + joined(members, ", ", " and ")));
+    const struct Unlabelled {
+      Group& group;
+      ~Unlabelled() { group.label(nullptr); }
+    } at_end{*this};
     begin("new_group");
     const CallScope scope("new_group");
     if (!can_split())
@@ -580,4 +587,4 @@ inline std::shared_ptr<BackendGroup> world_group(const char* constructor, const 
                                         std::move(options), std::move(backend));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -22,7 +22,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the tensor itself, or a view of its bytes if a backend may not know its dtype.
 inline at::Tensor movable(const at::Tensor& contiguous) {
@@ -243,4 +243,4 @@ inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const 
   return broadcast_pieces(group, call, bytes, headers[0].length, root);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

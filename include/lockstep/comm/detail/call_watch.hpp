@@ -19,7 +19,7 @@
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What a thread learns of the other ranks while it waits for one call: failures, as they are published, and which
 /// ranks are late. Not thread-safe.
@@ -90,6 +90,7 @@ class CallWatch {
     // Leave time for one question, however late the call is.
     const auto answers = ask(time_left(answer_timeout, longest_answer));
     if (auto error = group_.obstacle(call_)) return error;
+    if (auto error = peer_left(answers)) return error;
     auto late = answers.conclusive ? silent(answers) : std::vector<int>();
     // One whose connection to the store has ended before one that is slow to answer.
     std::stable_partition(late.begin(), late.end(), [&](int rank) { return answers.lost.contains(rank); });
@@ -151,11 +152,18 @@ class CallWatch {
     }
   }
 
+  [[nodiscard]] int peer() const { return group_.ranks()[static_cast<std::size_t>(*call_.peer)]; }
+  // Returns the error of a message whose peer has left the group in good order, if it has.
+  [[nodiscard]] std::exception_ptr peer_left(const Answers& answers) const {
+    const auto left = call_.peer ? answers.left.find(peer()) : answers.left.end();
+    if (left == answers.left.end()) return nullptr;
+    const auto failure = left_early(left->first, left->second, group_.world().rank(), call_.failed());
+    return group_.peer_error(failure, call_);
+  }
   // Returns whether the call needs a rank: its peer, or all that have not left the group in good order.
   [[nodiscard]] bool needs(int rank, const Answers& answers) const {
     if (rank == group_.world().rank()) return false;
-    return call_.peer ? group_.ranks()[static_cast<std::size_t>(*call_.peer)] == rank
-                      : !answers.left.contains(rank);
+    return call_.peer ? peer() == rank : !answers.left.contains(rank);
   }
   // Returns the ranks that the call needs and that have not answered. One that has left the group in good order needs
   // not answer; obstacle() finds the calls that it has left out.
@@ -172,11 +180,15 @@ class CallWatch {
     if (!answers.store_answers && !answers.store_left) all.insert(store);
     if (answers.conclusive)
       for (const int rank : silent(answers)) all.insert(rank);
+    // What a peer has sent before it left may still be on its way.
+    const auto left = peer_left(answers);
+    if (left) all.insert(peer());
     const auto found = silence_.add(all, gap, group_.heartbeat());
     if (!found) return nullptr;
     if (found->first == store)
       return std::make_exception_ptr(
           group_.timeout_error(call_, group_.silence(call_, waited(), duration_text(found->second))));
+    if (left && found->first == peer()) return left;
     return blame(silent_for(found->second, found->first, call_.failed()));
   }
   // Publishes the failure of another rank and returns the PeerError of the failure that was published first.
@@ -216,4 +228,4 @@ class CallWatch {
   Silence silence_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <chrono>
+#include <climits>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -36,7 +37,7 @@
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 using Descriptors = std::set<std::pair<int, std::string>>;
@@ -164,7 +165,7 @@ LOCKSTEP_PROCESS_WIDE inline ProcessGroupOptions gloo_backend(const World& world
     const SigpipeGuard guard;  // for Gloo's threads, which start here
     // Gloo's own timeout error says less than ours, so it must expire later.
     auto gloo = c10d::ProcessGroupGloo::Options::create(timeout + backend_slack);
-    gloo->threads = options.threads;
+    gloo->threads = static_cast<int>(std::min<std::int64_t>(options.threads, INT_MAX));
     std::vector<int> loops;
     static std::mutex one_at_a_time;
     std::unique_lock lock(one_at_a_time);
@@ -190,4 +191,4 @@ LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
     : HostComm(
           detail::world_group("the constructor of GlooComm", world, detail::gloo_backend(world, options))) {}
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

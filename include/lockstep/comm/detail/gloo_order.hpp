@@ -8,7 +8,7 @@
 #include <type_traits>
 
 /// The order in which Gloo's ring adds, so that sums in shared memory have the bits of sums over Gloo.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the bytes of a chunk of Gloo's ring of `ranks` ranks (at least 2) over `bytes` bytes of elements of
 /// `element` bytes. Element e is in chunk c = e * element / chunk_bytes; its sum is x_c + (x_(c+1) + ( ... + x_(c-1))),
@@ -80,4 +80,4 @@ void fold(char* out, const char* const* in, std::size_t count, std::size_t bytes
   }
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -23,7 +23,7 @@
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The part of a communicator that no transport changes: its members, who has come to make it and who has left, the
 /// opening of its calls, and its first error. CallWatch is how its threads wait.
@@ -322,4 +322,4 @@ class Group {
   std::exception_ptr error_;  // the first: once failed_ is true it never changes, and is read without mutex
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

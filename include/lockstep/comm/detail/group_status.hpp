@@ -25,7 +25,7 @@
 #include "lockstep/world/detail/call_history.hpp"
 #include "lockstep/world/detail/failure_text.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A call of a collective, of send or of recv, as error messages name it.
 struct Call {
@@ -172,4 +172,4 @@ class GroupStatus : public ReportedGroup {
   std::array<std::pair<std::uint64_t, std::uint64_t>, 40> marks_{};  // by power of 2
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What a Work of lockstep's backends throws where the ranks have launched different operations.
 struct OtherOperation : std::runtime_error {
@@ -67,4 +67,4 @@ struct HostOperation {
   std::atomic<bool> has_ended{false};
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

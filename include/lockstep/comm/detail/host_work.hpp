@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -22,7 +23,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// How lockstep's backends reduce.
 enum Reduction : std::size_t { adds, multiplies, takes_least, takes_greatest, reductions };
@@ -107,8 +108,8 @@ class EngineWork final : public HostWork {
 /// on. So the group waits by HostWork::wait_until, and does not ask in a loop whether the operation has completed.
 ///
 /// A derived class launches operations on one tensor; the operations of c10d are made of them here. Tensors are dense
-/// and on the CPU. An all-to-all with split sizes or of lists consists of messages: unlike Gloo, either all ranks give
-/// split sizes or none does.
+/// and on the CPU. A gather, a scatter, and an all-to-all with split sizes or of lists consist of messages: unlike with Gloo,
+/// either all ranks give split sizes or none does. There are no coalesced operations and no averages, as in Gloo before 2.13.
 class HostBackend : public c10d::Backend, public AbortableBackend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -148,15 +149,18 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& options) override {
     check_root_list(outputs, options.rootRank);
-    std::vector<Tensors> lists{outputs.empty() ? new_rows(one(inputs)).unbind(0) : outputs[0]};
-    return allgather(lists, inputs, {});
+    if (!outputs.empty()) check_list(outputs[0], one(inputs));
+    Tensors from(static_cast<std::size_t>(getSize()));
+    from[static_cast<std::size_t>(options.rootRank)] = one(inputs);
+    return exchange(gathers, outputs.empty() ? Tensors() : outputs[0], from, options.rootRank);
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override {
     check_root_list(inputs, options.rootRank);
     if (!inputs.empty()) check_list(inputs[0], one(outputs));
-    const at::Tensor rows = inputs.empty() ? new_rows(one(outputs)) : at::stack(inputs[0]).detach();
-    return copied(run(Kind::broadcast, rows, rows, options.rootRank), {outputs[0]}, {rows[getRank()]});
+    Tensors to(static_cast<std::size_t>(getSize()));
+    to[static_cast<std::size_t>(options.rootRank)] = one(outputs);
+    return exchange(scatters, to, inputs.empty() ? Tensors() : inputs[0], options.rootRank);
   }
   // As Gloo's: an all-reduce of each tensor of a list, or of all rows at once.
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -166,7 +170,7 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
     for (std::size_t i = 0; i < inputs[0].size(); ++i) {
       const at::Tensor sum = inputs[0][i].detach().clone(at::MemoryFormat::Contiguous);
       const at::Tensor& to = static_cast<int>(i) == getRank() ? outputs[0] : sum;
-      join(work, copied(run(Kind::all_reduce, sum, sum, 0, options.reduceOp), {to}, {sum}));
+      join(work, copied(run(Kind::all_reduce, sum, sum, 0, options.reduceOp, reduce_scatters), {to}, {sum}));
     }
     return work;
   }
@@ -174,19 +178,13 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
                                const c10d::ReduceScatterOptions& options) override {
     check_rows(input, output);
     const at::Tensor rows = input.detach().clone(at::MemoryFormat::Contiguous).view({getSize(), -1});
-    return copied(run(Kind::all_reduce, rows, rows, 0, options.reduceOp), {output}, {rows[getRank()]});
+    return copied(run(Kind::all_reduce, rows, rows, 0, options.reduceOp, reduce_scatters), {output},
+                  {rows[getRank()]});
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
     TORCH_CHECK(outputs.size() == inputs.size() && static_cast<int>(inputs.size()) == getSize(),
                 "there must be one tensor for each rank");
-    WorkPtr work = run(Kind::barrier, {}, {});  // detects a rank that has launched another collective
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      const auto peer = static_cast<int>(i);
-      const at::Tensor to = outputs[i].contiguous();
-      join(work, run(Kind::send, inputs[i].contiguous(), {}, peer));
-      join(work, copied(run(Kind::receive, {}, to, peer), {outputs[i]}, {to}));
-    }
-    return work;
+    return exchange(exchanges, outputs, inputs);
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
                         std::vector<std::int64_t>& input_sizes,
@@ -259,6 +257,21 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
     c10d::checkSplitSizes(sizes, tensor, getSize());
     return sizes.empty() ? tensor.detach().tensor_split(getSize()) : tensor.detach().split_with_sizes(sizes);
   }
+  /// Composed operations. In shared memory a rank that has launched another operation is an error.
+  enum Composed { exchanges, gathers, scatters, reduce_scatters };
+  /// Sends `from[i]` to rank i and receives `to[i]` from it, where they are defined; an empty list has none. A barrier completes
+  /// once all ranks have launched it.
+  WorkPtr exchange(Composed operation, const Tensors& to, const Tensors& from, std::int64_t root = 0) {
+    WorkPtr work = run(Kind::barrier, {}, {}, root, {}, operation);
+    for (std::size_t i = 0; i < std::max(to.size(), from.size()); ++i) {
+      if (i < from.size() && from[i].defined())
+        join(work, run(Kind::send, from[i].contiguous(), {}, static_cast<int>(i)));
+      if (i >= to.size() || !to[i].defined()) continue;
+      const at::Tensor row = to[i].contiguous();
+      join(work, copied(run(Kind::receive, {}, row, static_cast<int>(i)), {to[i]}, {row}));
+    }
+    return work;
+  }
   /// Copies `from` to `to` when the work ends, until which they stay alive.
   static WorkPtr copied(WorkPtr work, const Tensors& to, const Tensors& from) {
     static_cast<HostWork&>(*work).at_end([to, from](bool failed) {
@@ -274,16 +287,16 @@ class HostBackend : public c10d::Backend, public AbortableBackend {
   WorkPtr run(Kind kind, const at::Tensor& input, const at::Tensor& output, std::int64_t root = 0,
               std::optional<c10d::ReduceOp::RedOpType> op = {}, std::optional<int> tag = {}) {
     TORCH_CHECK(root >= 0 && root < getSize(), "there is no rank ", root, " in a group of ", getSize());
-    TORCH_CHECK(!tag || *tag >= 0, "there is no tag ", *tag);
+    TORCH_CHECK(!tag || (*tag >= 0 && *tag < std::numeric_limits<int>::max()), "there is no tag ", *tag);
     for (const at::Tensor* tensor : {&input, &output})
       TORCH_CHECK(!tensor->defined() || (tensor->is_cpu() && tensor->is_contiguous()), getBackendName(),
                   " moves dense and contiguous tensors on the CPU");
     const std::size_t rows = kind == Kind::all_to_all ? static_cast<std::size_t>(getSize()) : 1;
     const std::size_t row = input.defined() ? input.nbytes() / rows : output.defined() ? output.nbytes() : 0;
-    // The messages of all-to-alls have the tag 0, the program's those from 1.
+    // The messages of an exchange have the tag 0, the program's those from 1.
     const int own_tag = tag ? static_cast<int>(*tag + 1U) : 0;
     return launch({kind, input, output, static_cast<int>(root), own_tag, op, rows, row});
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -51,7 +51,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline std::string mpi_error_text(int code) {
   char text[MPI_MAX_ERROR_STRING];
@@ -551,4 +551,4 @@ class MpiBackend final : public HostBackend {
   const std::size_t piece_bytes_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

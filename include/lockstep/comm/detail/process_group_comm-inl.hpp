@@ -23,7 +23,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 LOCKSTEP_INLINE void ProcessGroupWork::wait() {
@@ -255,11 +255,13 @@ LOCKSTEP_INLINE std::string ProcessGroupComm::broadcast_bytes(const std::string&
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::barrier_async() {
   Work work(group(), group()->begin("barrier"));
-  work.add(group()->launch("barrier", [&](c10d::Backend& backend) {
-    c10d::BarrierOptions options;
-    if (!group()->on_host()) options.device_ids = {group()->options().device.index()};
-    return backend.barrier(options);
-  }));
+  group()->launch_all([&] {
+    work.add(group()->launch("barrier", [&](c10d::Backend& backend) {
+      c10d::BarrierOptions options;
+      if (!group()->on_host()) options.device_ids = {group()->options().device.index()};
+      return backend.barrier(options);
+    }));
+  });
   return work;
 }
 
@@ -314,4 +316,4 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::message(bool sends, at:
   return work;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -17,7 +17,7 @@
 #include "lockstep/comm/detail/shm_engine.hpp"
 #include "lockstep/detail/describe.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns how shared memory reduces a dtype, null for an operation or a dtype that Gloo refuses. See reduction_of.
 inline Fold fold_of(at::ScalarType type, c10d::ReduceOp::RedOpType op) {
@@ -86,7 +86,8 @@ class ShmBackend final : public HostBackend {
                                             static_cast<std::size_t>(getSize()), call.kind == Kind::reduce);
       mix(static_cast<std::uint64_t>(*call.op));
     }
-    if (!operation->is_message()) mix(static_cast<std::uint64_t>(call.root));
+    if (!operation->is_message())
+      mix(static_cast<std::uint64_t>(call.root) << 8 | static_cast<std::uint64_t>(call.tag));
     operation->signature = hash | 1;
     engine_->launch(operation);
     return c10::make_intrusive<EngineWork<std::shared_ptr<ShmEngine>>>(engine_, std::move(operation));
@@ -95,4 +96,4 @@ class ShmBackend final : public HostBackend {
   const std::shared_ptr<ShmEngine> engine_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

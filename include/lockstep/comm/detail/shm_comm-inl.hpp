@@ -18,7 +18,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// Returns the options of a group whose backends are in shared memory. Where its ranks cannot share some, they are those
@@ -58,4 +58,4 @@ LOCKSTEP_INLINE CpuComm::CpuComm(const World& world, GlooOptions options)
           detail::shm_backend(world, detail::checked_timeout("CpuComm's GlooOptions", options.timeout),
                               detail::gloo_backend(world, options).make_backend))) {}
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -24,7 +24,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// An operation of a rank in shared memory, and how far it is. The input has `rows` rows of `row` bytes, one or one for
 /// each rank.
@@ -573,4 +573,4 @@ class ShmEngine {
   std::uint64_t order_ = 0;     // the number of the next message
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -23,7 +23,7 @@
 #include "lockstep/detail/format.hpp"
 
 /// How the ranks of a group come to share memory: rank 0 creates it, and passes it over a UNIX socket.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The board on which the ranks find each other. `get` blocks until the key is set.
 struct ShmBoard {
@@ -205,4 +205,4 @@ inline SharedMemory share_memory(const ShmBoard& board, int rank, int ranks,
   return result;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

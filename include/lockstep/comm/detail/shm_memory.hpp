@@ -29,7 +29,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Why ranks cannot share memory.
 struct ShmError : std::runtime_error {
@@ -214,12 +214,15 @@ class ShmMemory {
       return value;
     };
     std::size_t left = std::numeric_limits<std::size_t>::max();
-    const auto limit = [&](const std::string& group, const char* limit_file, const char* used_file) {
+    // `total`: of its statistics, that with the groups below it.
+    const auto limit = [&](const std::string& group, const char* limit_file, const char* used_file,
+                           const std::string& total) {
       std::size_t most = 0, used = 0;
       if (!(std::ifstream(group + limit_file) >> most && std::ifstream(group + used_file) >> used)) return;
       if (most - std::min(most, used) >= left) return;  // without the statistics, which take long
       const std::string stat = group + "/memory.stat";
-      const std::size_t free = most + number_after(stat, "inactive_file") + number_after(stat, "active_file");
+      const std::size_t free =
+          most + number_after(stat, total + "inactive_file") + number_after(stat, total + "active_file");
       left = std::min(left, free - std::min(free, used));
     };
     if (const std::size_t host = number_after("/proc/meminfo", "MemAvailable:"); host != 0) left = host << 10;
@@ -230,8 +233,8 @@ class ShmMemory {
     for (const bool old : {false, true}) {
       const std::string root = old ? "/sys/fs/cgroup/memory" : "/sys/fs/cgroup";  // a container's own group
       for (std::string group = root + own[old]; group.size() >= root.size(); group.resize(group.rfind('/')))
-        old ? limit(group, "/memory.limit_in_bytes", "/memory.usage_in_bytes")
-            : limit(group, "/memory.max", "/memory.current");
+        old ? limit(group, "/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_")
+            : limit(group, "/memory.max", "/memory.current", "");
     }
     return left;
   }
@@ -255,4 +258,4 @@ inline void change(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

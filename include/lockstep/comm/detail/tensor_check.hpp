@@ -16,7 +16,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns whether Gloo, and every NCCL since 2.18, can reduce this dtype. Both can only move other dtypes.
 /// A bool is reduced as a byte 0 or 1.
@@ -92,4 +92,4 @@ inline void check_rows(std::string_view collective, at::TensorList inputs, int r
                                          collective, describe(input), ranks));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

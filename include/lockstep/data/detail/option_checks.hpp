@@ -6,7 +6,7 @@
 #include "lockstep/error.hpp"
 
 /// Checks of options that several public structs have. Each throws UsageError.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline void check_batch_size(std::int64_t batch_size) {
   if (batch_size < 1)
@@ -24,4 +24,4 @@ inline void check_tail(bool drop_last, bool pad) {
         "(drop_last = true), or give each to one rank (pad = false)");
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

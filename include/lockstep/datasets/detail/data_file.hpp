@@ -3,7 +3,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Calls read_file or write_file_atomically for data: throws DataError instead of CheckpointError.
 template <class Function>
@@ -13,4 +13,4 @@ auto as_data_file(Function&& function) try {
   throw DataError(error.what());
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -26,7 +26,7 @@
 // through C code. Both decoders therefore jump back to the member function that called the library; each such
 // function has no local object with a destructor.
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Decodes one JPEG file from memory. `read_header` comes first, then `read_pixels`; each returns false for
 /// an error, which `error()` describes.
@@ -226,4 +226,4 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
   return pixels.permute({2, 0, 1});
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -11,7 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction.
 /// Leaves other hooks on the leaf in place. Objects that `action` refers to must not move.
@@ -106,4 +106,4 @@ void at_end_of_backward(End end) {
       });
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

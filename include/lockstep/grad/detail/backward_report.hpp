@@ -17,7 +17,7 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The per-rank error report, gathered when any rank finds a NaN-poisoned bucket view.
 struct BackwardReport {
@@ -170,4 +170,4 @@ inline std::string unexpected_text(std::size_t i, const ParameterEntry& paramete
       name, parameter.fired + 1, parameter.expected);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

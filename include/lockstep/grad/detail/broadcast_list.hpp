@@ -11,7 +11,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns a one-dimensional byte tensor that aliases the memory of a dense tensor, not an autograd view.
 inline at::Tensor bytes_alias(const at::Tensor& tensor) {
@@ -97,4 +97,4 @@ class BroadcastList {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

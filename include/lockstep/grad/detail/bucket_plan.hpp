@@ -16,7 +16,7 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The buckets in reduction order, each a list of parameter indices in memory order.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
@@ -129,4 +129,4 @@ std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::s
   return {first, first + length};
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

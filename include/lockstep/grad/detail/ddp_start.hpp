@@ -19,7 +19,7 @@
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Throws UsageError unless all parameters are on the device `named`. A device without an index, such as
 /// "cuda", matches any device of its type.
@@ -127,4 +127,4 @@ void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options,
   BroadcastList(std::move(all)).run(comm, 0);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -27,7 +27,7 @@
 #include "lockstep/grad/detail/poison_check.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Copies of tensors of one device. Those on the CPU run at once: an operator takes far longer than a small copy.
 /// Those on a device are deferred and launched together.
@@ -342,4 +342,4 @@ class GradientBuckets {
   std::optional<std::size_t> last_view_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -11,7 +11,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Warns once of each mistake of a loop by hand that makes the ranks' parameters or steps differ without an error.
 class LoopCheck {
@@ -73,4 +73,4 @@ class LoopCheck {
   std::size_t reductions_ = 0;  // in its pass
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

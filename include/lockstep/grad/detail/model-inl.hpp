@@ -12,7 +12,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 template <class Dictionary>
@@ -98,4 +98,4 @@ LOCKSTEP_INLINE detail::ModelTensors tensors_of(const std::vector<at::Tensor>& l
   return tensors_of(named);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -21,7 +21,7 @@
 #include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The identity and the version counter of a gradient; null if it is undefined.
 using GradientVersion = std::pair<const c10::TensorImpl*, std::int64_t>;
@@ -206,4 +206,4 @@ class WatchedParameters {
   bool listed_ = false;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

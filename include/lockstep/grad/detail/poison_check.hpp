@@ -17,7 +17,7 @@
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Tensors of one device and dtype.
 using TensorGroup = std::vector<at::Tensor>;
@@ -106,4 +106,4 @@ class PoisonCheck {
   std::vector<TensorGroup> late_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

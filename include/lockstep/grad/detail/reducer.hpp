@@ -37,7 +37,7 @@
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A reduction of another model that the running `ddp.backward` has reached and will close.
 struct JoinedReduction {
@@ -892,4 +892,4 @@ inline constexpr bool alone = std::same_as<Comm, LocalComm>;
 template <class Comm, class Hook>
 using ReducerFor = std::conditional_t<alone<Comm>, LocalReducer, Reducer<Comm, Hook>>;
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -41,7 +41,7 @@
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 struct SparseSum {
   at::Tensor sum;         // undefined if no rank has a gradient
@@ -669,4 +669,4 @@ class BucketReduction {
   bool knows_skipped_ = false;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -27,7 +27,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline c10::impl::GenericDict new_state_dict() {
   return c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get());
@@ -127,4 +127,4 @@ struct SavedReducer {
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

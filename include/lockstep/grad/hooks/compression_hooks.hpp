@@ -18,7 +18,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// Tensors, one for each bucket, whose memory is kept from step to step.
@@ -292,4 +292,4 @@ class QuantizedHook {
   std::int64_t wire_bytes_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -16,7 +16,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// One bucket of gradients. Its address is stable from the launch of its reduction until the end of the wait.
 struct GradientBucket {
@@ -228,4 +228,4 @@ template <class Function>
   return FunctionHook<Function>(std::move(function), std::move(name));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

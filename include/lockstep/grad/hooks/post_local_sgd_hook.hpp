@@ -13,7 +13,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 /// Options of PostLocalSgdHook, with the names of Python's PostLocalSGDState, which has no default for
 /// `start_iteration`.
@@ -117,4 +117,4 @@ class PostLocalSgdHook {
   std::int64_t wire_bytes_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -34,7 +34,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 namespace detail {
 
 /// A double-buffered tensor that keeps its value from before the last reduction. A new value is written into
@@ -558,4 +558,4 @@ struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
   std::optional<typename Comm::Work> whole, left;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -12,7 +12,7 @@
 // storages in records of their own. LibTorch's own unpickler reads an OrderedDict, which is what a state dict
 // is, as None, and no object of a class that it does not know.
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A dtype that files hold: the class of Python's `torch` module that holds the elements of such tensors, and
 /// the name in safetensors. A name is empty if there is none.
@@ -674,4 +674,4 @@ inline c10::IValue unpickled(std::string_view bytes) {
   return PickleReader(pickle, archive).run();
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

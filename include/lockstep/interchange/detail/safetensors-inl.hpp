@@ -5,7 +5,7 @@
 #include "lockstep/interchange/detail/pickle.hpp"
 #include "lockstep/interchange/safetensors.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 using Json = nlohmann::json;
 
@@ -177,9 +177,9 @@ inline Safetensors read_safetensors(std::string_view bytes) {
   return content;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE std::string serialize_safetensors(const StateDict& entries,
                                                   const SafetensorsMetadata& metadata) {
@@ -252,4 +252,4 @@ LOCKSTEP_INLINE Safetensors load_safetensors(const std::filesystem::path& path) 
   return deserialize_safetensors(read_file(path), path.string());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -10,7 +10,7 @@
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/detail/optimizer_state.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline constexpr std::string_view ddp_prefix = "module.";
 
@@ -348,9 +348,9 @@ inline constexpr ScalerKey scaler_keys[] = {{"scale", "scale", false},
                                             {"growth_interval", "growth_interval", true},
                                             {"_growth_tracker", "growth_tracker", true}};
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE StateDict state_dict(const torch::nn::Module& model, std::string_view prefix) {
   StateDict entries;
@@ -491,4 +491,4 @@ LOCKSTEP_INLINE c10::IValue torch_load(const std::filesystem::path& path) {
   return unpickle_state(read_file(path), path.string());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

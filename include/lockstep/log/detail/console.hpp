@@ -14,7 +14,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns whether stdout is a terminal, directly or through a launcher that sets LOCKSTEP_TTY.
 inline bool stdout_is_terminal() {
@@ -63,4 +63,4 @@ inline void write_lines(std::FILE* stream, std::string_view lines) {
   funlockfile(stream);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -14,7 +14,7 @@
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/log/log.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 LOCKSTEP_INLINE std::optional<Level> level_named(std::string_view name) {
   if (name == "debug") return Level::debug;
@@ -29,9 +29,9 @@ LOCKSTEP_INLINE Level level_of_environment() {
   return level_named(name ? name : "info").value_or(Level::info);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE void Log::write(Level level, fmt::string_view format, fmt::format_args args) const {
   const std::string whole = fmt::vformat(format, args);
@@ -146,4 +146,4 @@ LOCKSTEP_INLINE void Progress::show() {
   detail::bar_is_shown = true;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

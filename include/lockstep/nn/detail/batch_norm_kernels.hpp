@@ -29,7 +29,7 @@
 
 #include "lockstep/detail/const_data.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The running statistics [C], undefined if they are not tracked. A training step updates them by
 /// `running = (1 - momentum) * running + momentum * batch`.
@@ -74,11 +74,11 @@ inline at::Tensor converted(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() ? tensor.to(dtype) : tensor;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 /// Synchronized batch norm on ATen's CPU kernels for batch norm, which are vectorized and keep the memory
 /// format. Exchanged data and per-channel arithmetic are float64.
-namespace lockstep::detail::cpu_batch_norm {
+namespace lockstep::inline v0_1::detail::cpu_batch_norm {
 
 inline at::Tensor affine(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& shift,
                          const at::Tensor& mean) {
@@ -169,7 +169,7 @@ inline at::Tensor input_gradient(const at::Tensor& gradient, const at::Tensor& i
 
 inline constexpr BatchNormKernels kernels{&local, &join, &normalize, &sums, &input_gradient};
 
-}  // namespace lockstep::detail::cpu_batch_norm
+}  // namespace lockstep::inline v0_1::detail::cpu_batch_norm
 
 /// Synchronized batch norm on ATen's CUDA kernels for it, called as by torch.nn.SyncBatchNorm. They are
 /// dispatched operators, so this compiles without CUDA headers. The ranks exchange mean,
@@ -177,7 +177,7 @@ inline constexpr BatchNormKernels kernels{&local, &join, &normalize, &sums, &inp
 ///
 /// Python synchronizes to filter out ranks without data; here they are sorted to the end, where the kernel adds
 /// nothing for them.
-namespace lockstep::detail::cuda_batch_norm {
+namespace lockstep::inline v0_1::detail::cuda_batch_norm {
 
 inline at::Tensor local(const at::Tensor& input, double eps) {
   const std::int64_t channels = input.size(1);
@@ -250,4 +250,4 @@ inline at::Tensor input_gradient(const at::Tensor& gradient, const at::Tensor& i
 
 inline constexpr BatchNormKernels kernels{&local, &join, &normalize, &sums, &input_gradient};
 
-}  // namespace lockstep::detail::cuda_batch_norm
+}  // namespace lockstep::inline v0_1::detail::cuda_batch_norm

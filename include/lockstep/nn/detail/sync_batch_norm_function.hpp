@@ -24,7 +24,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The collectives of batch norm, independent of the communicator's type.
 struct StatisticsExchange {
@@ -184,4 +184,4 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -31,7 +31,7 @@
 #include "lockstep/optim/options.hpp"
 #include "lockstep/precision/precision.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The parameters of a group that have a gradient, in the group's order, with their gradients and states.
 template <class State>
@@ -461,4 +461,4 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   Active<State> active_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

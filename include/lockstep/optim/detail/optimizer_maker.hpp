@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 template <class Make, class Parameters>
 struct MadeBy {
@@ -40,4 +40,4 @@ requires OptimizerMaker<Make, Parameters> std::unique_ptr<torch::optim::Optimize
     return make(std::move(parameters));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

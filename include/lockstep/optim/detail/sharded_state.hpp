@@ -4,7 +4,7 @@
 
 #include <torch/optim/optimizer.h>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// An optimizer whose state is sharded over the ranks, independent of the communicator's type. `consolidate`
 /// gathers the state on rank `to` for saving. Collective.
@@ -26,4 +26,4 @@ class ShardedState {
   ~ShardedState() = default;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

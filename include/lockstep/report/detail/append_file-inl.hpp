@@ -16,7 +16,7 @@
 #include "lockstep/files.hpp"
 #include "lockstep/report/detail/append_file.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 LOCKSTEP_INLINE void keep_copy(const std::filesystem::path& path, const Log& log) {
   std::error_code error;
@@ -115,4 +115,4 @@ LOCKSTEP_INLINE void AppendFile::give_up(std::string_view why) {
   log_.warning("could not write '{}': {}; the training continues without it", path_.string(), reason);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -10,7 +10,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The lines of a text file by which its writer recognizes it.
 struct FileLines {
@@ -62,7 +62,7 @@ void keep_copy(const std::filesystem::path& path, const Log& log);
 /// is false, and sets it.
 void write_or_warn(const std::filesystem::path& path, std::string_view bytes, const Log& log, bool& warned);
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/append_file-inl.hpp"

@@ -11,7 +11,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/report/metrics_files.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline constexpr std::string_view metrics_header =
     "time,event,epoch,step,loss,lr,samples_per_second,seconds,skipped,tag,value";
@@ -133,4 +133,4 @@ LOCKSTEP_INLINE void MetricsLog::write(const Row& row) {
   file_.append(line);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -2,7 +2,7 @@
 
 #include <string_view>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The page of a RunReport. Its data takes the place of `/*run*/null`.
 inline constexpr std::string_view run_page = R"page(<!doctype html>
@@ -268,4 +268,4 @@ if (last) {
 </script></body></html>
 )page";
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

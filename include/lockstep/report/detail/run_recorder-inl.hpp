@@ -20,7 +20,7 @@
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/world_state.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline std::string json_list(const std::vector<std::string>& parts) {
   std::string text;
@@ -193,4 +193,4 @@ LOCKSTEP_INLINE std::string RunPage::html(const SparseSeries& losses) const {
   return std::string(page.substr(0, at)) + data + std::string(page.substr(at + place.size()));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -15,7 +15,7 @@
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Thins a growing series to at most 1024 evenly spaced values.
 class SparseSeries {
@@ -73,7 +73,7 @@ class RunPage {
   std::vector<std::pair<std::string, std::string>> scalars_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/run_recorder-inl.hpp"

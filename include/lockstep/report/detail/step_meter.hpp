@@ -10,7 +10,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The logged values of one step.
 struct StepValues {
@@ -45,4 +45,4 @@ class StepMeter {
   double samples_ = 0, seconds_ = 0;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -15,7 +15,7 @@
 #include "lockstep/report/tensorboard.hpp"
 #include "lockstep/world/detail/socket.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Encodes fields of a protocol buffer.
 class ProtoMessage {
@@ -81,9 +81,9 @@ inline bool has_event_file(const std::filesystem::path& folder) {
   return false;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesystem::path& folder,
                                          TensorBoardOptions options)
@@ -146,4 +146,4 @@ LOCKSTEP_INLINE void TensorBoard::write(std::int64_t step,
   file_.append(detail::tf_record(event.text()));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

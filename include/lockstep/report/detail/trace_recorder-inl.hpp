@@ -12,7 +12,7 @@
 #include "lockstep/report/detail/trace_recorder.hpp"
 #include "lockstep/world/detail/socket.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the wall-clock time of `time` in nanoseconds. One offset for the process, so that a step of the
 /// wall clock does not reorder events.
@@ -125,4 +125,4 @@ LOCKSTEP_INLINE std::string trace_file(const std::vector<std::string>& events) {
   return text + "\n]}\n";
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -9,7 +9,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// One step of a trace, with the steady clock of its rank.
 struct TracedStep {
@@ -48,7 +48,7 @@ std::string trace_file(const std::vector<std::string>& events);
 /// Returns a lane for each bucket, such that buckets in flight at one time have different lanes.
 std::vector<int> bucket_lanes(const std::vector<BucketReport>& buckets);
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/trace_recorder-inl.hpp"

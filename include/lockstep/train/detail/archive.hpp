@@ -32,7 +32,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Adapts bytes in memory to LibTorch's reader.
 class MemoryReader : public caffe2::serialize::ReadAdapterInterface {
@@ -337,4 +337,4 @@ inline MatchedTensors match_tensors(const torch::nn::Module& model, torch::seria
   return match_tensors(own, entries, StateSource::archive);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

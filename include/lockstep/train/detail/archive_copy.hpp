@@ -17,7 +17,7 @@
 #include <torch/csrc/jit/api/module.h>
 #include <torch/serialize/archive.h>
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the module that holds what was written to an archive. LibTorch has no accessor: an explicit instantiation may name a
 /// private member. The class that it instantiates, in each translation unit, has no members.
@@ -111,4 +111,4 @@ class ArchiveCopy {
   std::shared_ptr<torch::jit::CompilationUnit> unit_;  // of the archive
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

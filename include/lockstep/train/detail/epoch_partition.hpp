@@ -13,7 +13,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The partition of an epoch's samples into ranks, steps and micro-batches. Each optimizer step takes up to
 /// `accumulate` micro-batches of up to `batch_size` samples from every rank; at the end of the epoch a rank
@@ -136,4 +136,4 @@ class CollectiveForwardCheck {
   std::string module_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -17,7 +17,7 @@
 LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::SGDOptions>;
 LOCKSTEP_EXTERN template class lockstep::GroupOptions<lockstep::AdamOptions>;
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 LOCKSTEP_EXTERN template class GroupedOptimizer<SGD, SGDState, SGDOptions>;
 LOCKSTEP_EXTERN template class GroupedOptimizer<Adam, AdamState, AdamOptions>;
@@ -27,6 +27,6 @@ LOCKSTEP_EXTERN template class Reducer<CpuComm, AllReduceHook>;
 LOCKSTEP_EXTERN template void compare_and_broadcast(const CheckedModel&, const DdpOptions&,
                                                     const AllReduceHook&, CpuComm&);
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
 #undef LOCKSTEP_EXTERN

@@ -6,7 +6,7 @@
 #include "lockstep/train/detail/epoch_partition.hpp"
 #include "lockstep/train/metrics.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 // A micro-batch source yields this rank's micro-batches, step by step. Call `begin_epoch(e)`, then for each
 // step `begin_step()` and `next()` until it returns null. `last()` returns whether the current micro-batch is
@@ -39,7 +39,7 @@ class LoaderMicroBatchSource {
 
   void begin_epoch(std::int64_t epoch) {
     pass_.reset();
-    loader_.set_epoch(static_cast<std::size_t>(epoch));
+    loader_.set_epoch(epoch);
     now_ = first_ ? *std::exchange(first_, std::nullopt) : whole_;
     step_ = -1;
     given_ = 0;
@@ -133,7 +133,7 @@ class StreamMicroBatchSource {
   }
 
   void begin_epoch(std::int64_t epoch) {
-    if constexpr (repeats) stream_.set_epoch(static_cast<std::size_t>(epoch));
+    if constexpr (repeats) stream_.set_epoch(epoch);
     ahead_.reset();
     ended_ = false;
     for (given_ = 0; given_ < skip_ && !ended_; ++given_) {
@@ -200,4 +200,4 @@ class StreamMicroBatchSource {
   bool ended_ = false;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -11,7 +11,7 @@
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the torch::nn::Module of a model, which is a module or a holder.
 template <Model M>
@@ -69,4 +69,4 @@ class ModelHandle {
   std::conditional_t<ModuleImpl<M>, std::shared_ptr<M>, M> model_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

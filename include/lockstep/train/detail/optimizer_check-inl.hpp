@@ -14,7 +14,7 @@
 #include "lockstep/train/detail/optimizer_check.hpp"
 #include "lockstep/train/detail/optimizer_state.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Compares a state of torch::optim::RMSprop or Adagrad with its parameter. Finds no faults in other states.
 inline StateFaults faults_of_other(const torch::optim::OptimizerParamState* state,
@@ -65,4 +65,4 @@ LOCKSTEP_INLINE void check_states(torch::optim::Optimizer& optimizer) {
   });
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -16,7 +16,7 @@
 #include "lockstep/optim/optimizers.hpp"
 
 /// The options and states of lockstep's optimizers and of LibTorch's as values of one kind.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Adapts lockstep's optimizers to the functions below.
 template <class Values, class Kept>
@@ -144,4 +144,4 @@ void write_whole(torch::optim::Optimizer& optimizer, const Write& write) {
     write(optimizer);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -6,7 +6,7 @@
 #include "lockstep/train/trainer_options.hpp"
 
 /// The policies of a Trainer: their kinds, checks and construction.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 enum class PolicyKind {
   model,
@@ -249,8 +249,8 @@ std::tuple<Extras...> make_extras(std::type_identity<std::tuple<Extras...>>, Giv
 /// Calls `validated`. Also throws UsageError if `lr` is set together with an OptimizerFactory.
 inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerOptions& options) {
   if (has_optimizer && options.lr)
-    throw UsageError(detail::formatted(
-        "lr is {}, but the OptimizerFactory sets the learning rate: set it there", *options.lr));
+    throw UsageError(
+        detail::formatted("lr is {}, but MakeOptimizer sets the learning rate: set it there", *options.lr));
   return validated(options);
 }
 
@@ -270,4 +270,4 @@ std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>&
   }
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -7,7 +7,7 @@
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/optimizer_check.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A trainer's position. Epochs and steps are counted over the trainer's whole life.
 struct RunPosition {
@@ -322,4 +322,4 @@ struct RunAccess {
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

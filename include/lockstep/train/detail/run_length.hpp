@@ -4,7 +4,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The end of a run that starts at a given epoch and step.
 class RunLength {
@@ -81,7 +81,7 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
        {"the data", data}},
       "the ranks would train differently",
       "give every rank the same options, and a sampler that gives each rank the same number of samples or "
-      "knows the number of each (CountingSampler), such as DistributedSampler");
+      "knows the number of each by size_of(rank), such as DistributedSampler");
 }
 
 /// Compares the dataset, the samples of each rank and the options over the ranks. Compares the dataset by its
@@ -136,4 +136,4 @@ void warn_of_unequal_values(const torch::nn::Module& module, const DdpOptions& o
       differing, parameters.size(), parameters[first].name, name_of(culprit), name_of(0));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -4,7 +4,7 @@
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/extras.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 template <class PrecisionType, class Comm>
 concept AgreeingPrecision = requires(PrecisionType& precision, torch::optim::Optimizer& optimizer,
@@ -280,4 +280,4 @@ class TrainingStep {
   bool running_ = false;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

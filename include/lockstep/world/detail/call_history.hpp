@@ -19,7 +19,7 @@
 
 /// The collectives of the ranks of a communicator, as the store compares them: by a rolling hash, and where hashes
 /// differ by the ranks' last calls.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the hash of a sequence of values, given the hash of all but the last.
 constexpr std::uint64_t next_hash(std::uint64_t hash, std::uint64_t value) {
@@ -174,4 +174,4 @@ inline std::optional<std::pair<RecordedCall, RecordedCall>> first_difference(
   }
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

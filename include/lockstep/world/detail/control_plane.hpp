@@ -28,7 +28,7 @@
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// This process's side of the control plane: what it knows of the other ranks, and what it tells them.
 ///
@@ -428,4 +428,4 @@ class ControlPlane {
   std::thread thread_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

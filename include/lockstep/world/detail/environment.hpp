@@ -23,7 +23,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/process.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Looks up one environment variable. Returns std::nullopt if it is unset or empty.
 using Variables = std::function<std::optional<std::string>(const char*)>;
@@ -420,4 +420,4 @@ inline Environment read_environment(const Variables& variables = process_variabl
   return launched ? *launched : environment_by_hand(variables);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

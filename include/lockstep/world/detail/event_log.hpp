@@ -23,7 +23,7 @@
 
 /// What happens in a run, and what one rank concludes from it. Without a clock, a thread or a socket: the time is an
 /// argument.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What happens in a run. The store takes events in one order, and sends those to every rank that it must know.
 struct Event {
@@ -162,7 +162,7 @@ struct RankView {
     if (gone == departed.end() || call.peer >= 0) return std::nullopt;
     for (const auto& [other, departure] : gone->second)
       if (const auto& last = departure.first; other != rank && last.sequence < call.sequence)
-        return left_early(other, last.sequence == 0 ? "no collective" : text_of(last), rank, call);
+        return left_early(other, last, rank, call);
     return std::nullopt;
   }
   /// Returns the failure of this rank, which has left `group` after `own` with the hash of all its calls, and one that has
@@ -248,4 +248,4 @@ class Silence {
   std::map<int, Duration> known_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -26,7 +26,7 @@
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The rank that a process is, as far as the other ranks must know how it ends.
 struct EndingRank {
@@ -168,4 +168,4 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
   });
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -17,7 +17,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 inline std::int64_t monotonic_nanoseconds() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -34,6 +34,9 @@ inline std::string type_name(const std::type_info& type) {
   char* name = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
   std::string text = status == 0 ? name : type.name();
   std::free(name);
+  constexpr std::string_view version = "v0_1::";
+  for (auto at = text.find(version); at != std::string::npos; at = text.find(version))
+    text.erase(at, version.size());
   if (!text.starts_with(collective)) return text;
   return text.substr(collective.size(), text.size() - collective.size() - 1);
 }
@@ -96,4 +99,4 @@ inline Failure decode_report(std::string_view bytes) {
   return failure;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -19,7 +19,7 @@
 #include "lockstep/world/detail/environment.hpp"
 
 /// Every text about a failure, made from its values where it is printed or thrown. No code reads them again.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns "all_reduce #57 (bucket 2) of Trainer::fit", "recv from rank 2 (tag 5)", "the rendezvous", "the
 /// rendezvous of the communicator 'x'" or "the constructor of Trainer (communicator 'x')".
@@ -88,11 +88,12 @@ inline std::string cause_text(const Failure& failure) {
 }
 
 /// Returns the failure of `rank`, which left a group after its collective `last` while `waiter` waits in `call`.
-inline Failure left_early(int rank, const std::string& last, int waiter, const FailedCall& call) {
+inline Failure left_early(int rank, const FailedCall& last, int waiter, const FailedCall& call) {
   return {.kind = FailureKind::left_early,
           .rank = rank,
-          .message = formatted("rank {} has left after {} {}{}", rank, last, waiting_text(waiter, call),
-                               equally_many)};
+          .message = formatted("rank {} has left after {} {}{}", rank,
+                               last.sequence == 0 ? "no collective" : text_of(last),
+                               waiting_text(waiter, call), equally_many)};
 }
 
 /// Returns the failure of `rank`, which ended with exit code `code`, -1 if that is unknown, while `waiter` waits in `call`,
@@ -344,4 +345,4 @@ inline ForeignError classify(std::string text) {
   return {ForeignError::other, text.substr(0, text.find(". This is typically"))};
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

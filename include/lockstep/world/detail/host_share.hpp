@@ -18,7 +18,7 @@
 #include "lockstep/world/detail/process.hpp"
 
 /// A rank's share of its host: its GPU and its threads.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the number of GPUs in LaunchOptions::gpus, a list such as "0,1". Throws UsageError if it is malformed,
 /// names a GPU twice, since two ranks would share it, or one that CUDA_VISIBLE_DEVICES excludes: it may
@@ -40,6 +40,14 @@ inline int count_gpus(const std::string& list, const Variables& variables) {
                     gpu, *visible));
   }
   return static_cast<int>(gpus.size());
+}
+/// Throws UsageError if a host has several ranks, and not as many as GPUs are listed.
+inline void require_one_each(const std::string& gpus, int ranks) {
+  if (const auto count = entries_of(gpus).size(); ranks > 1 && count != static_cast<std::size_t>(ranks))
+    throw UsageError(formatted(
+        "the GPUs {} contradict the number of processes on this host, {}: leave --nproc out, or let "
+        "the launcher start {}",
+        gpus, ranks, count));
 }
 
 /// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the only GPU if there is
@@ -141,4 +149,4 @@ inline std::string thread_source(int threads, bool launched_here,
                                                                            : "OMP_NUM_THREADS";
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -21,6 +20,7 @@
 #include "lockstep/world/detail/library_log.hpp"
 #include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/place.hpp"
+#include "lockstep/world/detail/process.hpp"
 #include "lockstep/world/detail/run_end.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
@@ -29,15 +29,7 @@
 #include "lockstep/world/launch.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
-
-/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
-/// receive printed output.
-inline void fill_standard_descriptors() {
-  for (int number : {0, 1, 2})
-    if (fcntl(number, F_GETFD) < 0)
-      open("/dev/null", O_RDWR);  // gets the lowest free number, which is `number`
-}
+namespace lockstep::inline v0_1::detail {
 
 /// Starts this host's ranks and hosts the store for all hosts; again after a failure, as often as `place` says. Returns the
 /// exit code.
@@ -73,9 +65,9 @@ inline int launch_here(const Place& place, int argc, const char* const* argv, co
     supervised.started = [&] {
       if (hosting) store = host_store(same_port(*listener), secret, request_timeout, began);
     };
-    // A killed rank cannot report its failure to the other hosts.
+    // A killed rank cannot report its failure. Ranks here may handle SIGTERM, and would wait for it.
     supervised.failed = [&](Failure failure) {
-      if (alone || failure.kind == FailureKind::consequence) return;
+      if (failure.kind == FailureKind::consequence) return;
       failure.host = host_name();
       at_most(publish_limit,
               [failure, endpoint, size = env.size, store, process = process_name(failure.pid)] {
@@ -149,6 +141,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   run_without_handlers([&] {
     const World world =
         world_from(place.environment, {.threads = place.threads.value_or(WorldOptions::share)}, true);
+    if (!options.gpus.empty()) require_one_each(options.gpus, world.local_size());
     if (world.size() > 1) {
       quiet_library_log();
       const auto* kept = new World(world);  // never destroyed: any thread may end the process
@@ -178,9 +171,9 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   return code;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const* argv,
                                                      const LaunchOptions& options) {
@@ -197,4 +190,4 @@ LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   return help;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

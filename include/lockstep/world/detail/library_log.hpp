@@ -10,7 +10,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/environment.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Prints each TORCH_WARN on one line.
 struct PlainWarnings : c10::WarningHandler {
@@ -30,4 +30,4 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   c10::WarningUtils::set_warning_handler(&warnings);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -19,7 +19,7 @@
 #include "lockstep/world/detail/timeouts.hpp"
 #include "lockstep/world/launch_options.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Writes to the launching process's stdout (sink 1) and stderr (sink 2) only when they have room, so that a
 /// reader that stops reading (a paused terminal, a full pipe) never delays the forwarding of signals. The
@@ -232,4 +232,4 @@ class LineRelay {
   Cursor cursors_[2];
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

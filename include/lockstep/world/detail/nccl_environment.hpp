@@ -10,7 +10,7 @@
 #include "lockstep/detail/lists.hpp"
 #include "lockstep/world/detail/environment.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A variable that LibTorch's ProcessGroupNCCL reads once, in its constructor.
 struct NcclVariable {
@@ -50,4 +50,4 @@ inline std::string nccl_environment_warning(const Variables& variables = process
       joined(wanted, " "));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

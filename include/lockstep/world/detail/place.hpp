@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -19,7 +20,7 @@
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/launch_options.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The flags of `launch` in a command line, and the program's own arguments.
 struct CommandLine {
@@ -90,7 +91,10 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   };
   place.timeout = count("--timeout", "seconds");
   place.threads = count("--threads", "threads");
-  place.max_restarts = count("--max-restarts", "restarts", 0).value_or(options.max_restarts);
+  const auto own = [](std::int64_t given) {
+    return static_cast<int>(std::min<std::int64_t>(given, INT_MAX));
+  };
+  place.max_restarts = count("--max-restarts", "restarts", 0).value_or(own(options.max_restarts));
   if (place.max_restarts < 0)
     throw UsageError(
         formatted("LaunchOptions::max_restarts = {} is negative: give 0 or more", place.max_restarts));
@@ -156,7 +160,7 @@ inline Place resolve(int argc, const char* const* argv, const LaunchOptions& opt
   if (size > 1 && !names_loopback(variables("MASTER_ADDR").value_or("localhost")))
     environment_by_hand(variables);
   if (!nproc) {
-    nproc = size ? *size : options.nproc > 0 ? options.nproc : std::max(visible_gpus(), 1);
+    nproc = size ? *size : options.nproc > 0 ? own(options.nproc) : std::max(visible_gpus(), 1);
     given = (size                ? "WORLD_SIZE="
              : options.nproc > 0 ? "LaunchOptions::nproc = "
                                  : "the number of GPUs, ") +
@@ -206,4 +210,4 @@ inline std::vector<Job> jobs_of(const Place& place, const std::string& rendezvou
   return jobs;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -29,7 +29,15 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
+
+/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
+/// receive printed output.
+inline void fill_standard_descriptors() {
+  for (int number : {0, 1, 2})
+    if (fcntl(number, F_GETFD) < 0)
+      open("/dev/null", O_RDWR);  // gets the lowest free number, which is `number`
+}
 
 /// Returns the number of cores that a process may run on; 0: this process.
 inline int usable_cores(pid_t process = 0) {
@@ -192,4 +200,4 @@ inline std::string signal_name(int number) {
   return "SIG" + (name ? name : std::to_string(number));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -24,7 +24,7 @@
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What each rank says about itself when it joins a run.
 struct RankIdentity {
@@ -200,4 +200,4 @@ inline void write_run_summary(const Environment& env, const std::vector<RankIden
   if (const auto warning = different_programs(ranks); !warning.empty()) write_lines(stderr, warning + "\n");
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

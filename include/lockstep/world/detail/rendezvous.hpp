@@ -30,7 +30,7 @@
 #include "lockstep/world/detail/timeouts.hpp"
 
 /// How the ranks of a run come together over a connection to its store.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the identities of all ranks, which must have joined.
 inline std::vector<RankIdentity> identities(StoreConnection& connection) {
@@ -262,4 +262,4 @@ inline bool await_ranks(StoreConnection& connection, const Environment& env,
   return met->several_hosts;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

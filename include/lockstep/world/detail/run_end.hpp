@@ -24,7 +24,7 @@
 /// How a process outlives its ranks, and how a launching process decides whether it starts them again. Each host's does, after
 /// the first host's has: that one keeps the port on which the ranks of the next start meet, and its store refuses those of an
 /// earlier one.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns another descriptor of a listener, which the store of the next start serves.
 inline Listener same_port(const Listener& listener) {
@@ -165,4 +165,4 @@ inline std::optional<int> next_start(int next, int most, std::optional<StoreEndp
   return next <= most ? std::optional(next) : std::nullopt;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

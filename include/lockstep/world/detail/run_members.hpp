@@ -18,7 +18,7 @@
 #include "lockstep/world/detail/rank_identity.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A request that waits for its reply.
 struct Asker {
@@ -303,4 +303,4 @@ class RunMembers {
   std::deque<std::string> made_in_order_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

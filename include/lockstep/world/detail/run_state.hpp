@@ -22,7 +22,7 @@
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What the store knows of a run: its members, its events, of failures the first, and where each rank is.
 ///
@@ -203,7 +203,8 @@ class RunState {
     const auto found = comparisons_.find(name);
     if (found == comparisons_.end()) return rank == 0;
     CallComparison& group = found->second;
-    const bool waited_for = group.furthest() > last.sequence;
+    // Of several ranks whom others wait for in vain, one is told: else all would be told of all.
+    const bool waited_for = group.furthest() > last.sequence && !group.left_before(last.sequence + 1);
     if (const auto other = group.leave(rank, last))
       publish({.failure = left_unequally(rank, last, other->first, other->second)});
     if (group.all_left()) comparisons_.erase(found);
@@ -325,4 +326,4 @@ class RunState {
   std::optional<Dispute> dispute_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -30,7 +30,7 @@
 #include "lockstep/world/detail/environment.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the inode of a socket, 0 for any other descriptor.
 inline ino_t socket_inode(int fd) {
@@ -281,4 +281,4 @@ inline std::string address_towards(const std::string& host) {
   return own.empty() || std::any_of(found.begin(), found.end(), is_own) ? host : own;
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -26,7 +26,7 @@
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// A StoreServer as a c10d::Store, over a connection that many of them share. Thread-safe.
 ///
@@ -220,4 +220,4 @@ inline std::shared_ptr<StoreConnection> connect_under_torchrun(const StoreEndpoi
                 std::chrono::duration<double>(timeout).count(), last));
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -32,7 +32,7 @@
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The address at which a store listens, its secret, what determines the address, see
 /// Environment::rendezvous_origin, and the remedy if nobody serves it.
@@ -391,4 +391,4 @@ inline std::string calls_of_rank(std::string_view what, int rank) {
 }
 }  // namespace store_keys
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

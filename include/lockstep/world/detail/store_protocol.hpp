@@ -17,7 +17,7 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Escapes every control character ("\n", "\x1b"), including those that UTF-8 encodes in two bytes. For text
 /// from another process, which could otherwise control the terminal or forge lines.
@@ -287,4 +287,4 @@ struct FrameSocket {
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

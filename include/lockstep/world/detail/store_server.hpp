@@ -30,7 +30,7 @@
 #include "lockstep/world/detail/store_protocol.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// The server of lockstep's key-value store: one thread that never blocks on a client.
 ///
@@ -409,4 +409,4 @@ class StoreServer {
   const pid_t owner_ = getpid();
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -35,7 +35,7 @@
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was replaced.
 inline std::string own_program() {
@@ -477,4 +477,4 @@ class Supervisor {
   Clock::time_point limit_ = never;  // when the ranks that still run have had their time to end
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -7,7 +7,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/environment.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 using Milliseconds = std::chrono::milliseconds;
 
@@ -117,4 +117,4 @@ inline std::chrono::milliseconds heartbeat_timeout() {
   return seconds ? std::chrono::seconds(*seconds) : std::chrono::minutes(2);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -29,7 +29,7 @@
 #include "lockstep/world/detail/rendezvous.hpp"
 #include "lockstep/world/detail/timeouts.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Returns `code` as an exit code that is 0 only if `code` is: the kernel keeps only the low eight bits.
 inline int exit_status(int code) {
@@ -160,4 +160,4 @@ inline void run_without_handlers(std::function<void()> work) {
   join_under_launcher(thread, heartbeat);
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <exception>
 #include <map>
 #include <memory>
@@ -14,6 +15,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -26,12 +28,13 @@
 #include "lockstep/world/detail/world_state.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Sets the number of LibTorch's threads. `given` names what has determined it, unless it is a share.
 inline void set_threads(const WorldOptions& options, const Environment& environment, const char* given) {
   const bool share = options.threads == WorldOptions::share;
-  const int threads = share ? launched_threads(environment).value_or(0) : options.threads;
+  const int threads = share ? launched_threads(environment).value_or(0)
+                            : static_cast<int>(std::min<std::int64_t>(options.threads, INT_MAX));
   if (threads <= 0) return;
   at::set_num_threads(threads);
   shared_threads = threads;
@@ -105,9 +108,9 @@ inline void await_first(WorldState& state, const std::string& first, int number,
   }
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
 
-namespace lockstep {
+namespace lockstep::inline v0_1 {
 
 LOCKSTEP_INLINE World::World() : World(detail::Environment{}) {}
 
@@ -163,7 +166,8 @@ LOCKSTEP_INLINE int World::local_size() const {
 
 LOCKSTEP_INLINE detail::StorePtr World::store() const {
   state_->await_all();
-  return state_->rendezvous().store;
+  // The keys of lockstep lie beside those of the program.
+  return c10::make_intrusive<c10d::PrefixStore>("program", state_->rendezvous().store);
 }
 
 LOCKSTEP_INLINE World::LocalTurn::LocalTurn(const World& world, std::chrono::milliseconds timeout)
@@ -194,4 +198,4 @@ LOCKSTEP_INLINE World::LocalTurn::~LocalTurn() {
     }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::inline v0_1

@@ -29,7 +29,7 @@
 #include "lockstep/world/detail/world_state.hpp"
 
 /// How a rank joins its run, and how it ends.
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// Opens the store of `env` within `timeout`, which is also that of each call on it. Rank 0 hosts it unless a launcher does.
 /// While the store cannot be opened, calls `waiting` with what this rank waits for, and the reason.
@@ -253,4 +253,4 @@ LOCKSTEP_INLINE int WorldState::end(int code, bool returns) {
   return code_of(outlive_ranks(*connection(), {.size = first ? known.size : 0}).failure());
 }
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail

@@ -23,7 +23,7 @@
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep::detail {
+namespace lockstep::inline v0_1::detail {
 
 /// What all copies of a World share: its place, and its connection to the store. Thread-safe.
 struct WorldState : EndingRank {
@@ -117,4 +117,4 @@ struct WorldState : EndingRank {
   std::string address_;
 };
 
-}  // namespace lockstep::detail
+}  // namespace lockstep::inline v0_1::detail
