@@ -142,7 +142,8 @@ extern "C" inline void lockstep_write_signal(int number) {
   errno = saved;
 }
 
-/// While it lives, `signals` do not interrupt the launching process but can be read from a descriptor, whichever thread receives them. A signalfd would need them blocked in every thread, also in those of LibTorch.
+/// While it lives, `signals` do not interrupt the launching process but can be read from a descriptor, whichever thread
+/// receives them. A signalfd would need them blocked in every thread, also in those of LibTorch.
 /// Ignored signals stay ignored (`nohup`, background jobs of a shell), and SIGALRM and SIGXCPU are left to a handler of
 /// the program, whose timer must not end the ranks. Orphaned descendants become children of this process, which reaps
 /// them; the first process of a container may not. At most one lives at a time.

@@ -203,7 +203,7 @@ class RunState {
     const auto found = comparisons_.find(name);
     if (found == comparisons_.end()) return rank == 0;
     CallComparison& group = found->second;
-    // Of several ranks whom others wait for in vain, one is told: else all would be told of all.
+    // The ranks that wait in vain are told of the first rank that has left, not of each: that would be N^2 messages.
     const bool waited_for = group.furthest() > last.sequence && !group.left_before(last.sequence + 1);
     if (const auto other = group.leave(rank, last))
       publish({.failure = left_unequally(rank, last, other->first, other->second)});
