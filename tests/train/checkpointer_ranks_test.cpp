@@ -188,6 +188,10 @@ TEST_CASE("a folder of which no checkpoint is whole is an error, and what a kill
   checkpoints.save();
   CHECK(checkpoints.load_latest());  // waits for it
   CHECK(names(folder, "new") == std::set<std::string>{"step-00000000.ckpt"});
+  write("new/step-00000003.ckpt.lockstep.tmp");
+  Checkpointer resumed{trainer, folder / "new"};
+  CHECK(resumed.load_latest());
+  CHECK(names(folder, "new") == std::set<std::string>{"step-00000000.ckpt"});
 }
 
 TEST_CASE("a Checkpointer does not replace checkpoints of later steps") {

@@ -12,6 +12,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <tuple>
 #include <utility>
@@ -108,7 +109,7 @@ class Checkpointer {
       writing_ =
           std::async(std::launch::async, [this, archive = std::move(archive), path = next()]() mutable {
             write_file_atomically(path, detail::bytes_of(archive));
-            rotate();
+            of_files([this] { rotate(); });
           });
     };
     std::apply(
@@ -149,7 +150,7 @@ class Checkpointer {
  private:
   using Clock = std::chrono::steady_clock;
   using Path = std::filesystem::path;
-  static constexpr const char *begin_of_name = "step-", *end_of_name = ".ckpt";
+  static constexpr std::string_view begin_of_name = "step-", end_of_name = ".ckpt";
 
   [[nodiscard]] auto& comm() { return trainer_.comm(); }
   template <class Work>
@@ -159,12 +160,10 @@ class Checkpointer {
     throw CheckpointError(error.what());
   }
   [[nodiscard]] Path next() const {
-    std::string number = std::to_string(trainer_.step());
-    if (number.size() < 8) number.insert(0, 8 - number.size(), '0');
-    return folder_ / (begin_of_name + number + end_of_name);
+    return folder_ / detail::formatted("{}{:08}{}", begin_of_name, trainer_.step(), end_of_name);
   }
   /// Returns the files of the folder by their steps. `end`: of the names.
-  [[nodiscard]] std::map<std::int64_t, Path> files(const std::string& end = end_of_name) const {
+  [[nodiscard]] std::map<std::int64_t, Path> files(std::string_view end = end_of_name) const {
     std::map<std::int64_t, Path> found;
     std::error_code error;
     const std::filesystem::directory_iterator entries(folder_, error);
@@ -174,8 +173,7 @@ class Checkpointer {
     for (const auto& entry : entries) {
       const std::string name = entry.path().filename().string();
       if (!name.starts_with(begin_of_name) || !name.ends_with(end)) continue;
-      const char *first = name.data() + std::string(begin_of_name).size(),
-                 *last = name.data() + name.size() - end.size();
+      const char *first = name.data() + begin_of_name.size(), *last = name.data() + name.size() - end.size();
       std::int64_t step = 0;
       if (const auto read = std::from_chars(first, last, step); read.ptr == last && read.ec == std::errc{})
         found[step] = entry.path();
@@ -183,6 +181,7 @@ class Checkpointer {
     return found;
   }
   [[nodiscard]] Path newest_whole() const {
+    remove_temporary_files();
     std::vector<Path> damaged;
     std::string faults;
     const auto known = files();
@@ -216,13 +215,12 @@ class Checkpointer {
     const auto known = files();
     if (!owns_folder_ && !known.empty()) refuse("of another run");
     if (!known.empty() && known.rbegin()->first > trainer_.step()) refuse("of later steps");
-    if (std::exchange(owns_folder_, true)) return;
-    remove_temporary_files();
+    if (!std::exchange(owns_folder_, true)) remove_temporary_files();
   }
   // A killed run may leave one, which only a writer of the same name removes.
   void remove_temporary_files() const {
     const std::string suffix = detail::TemporaryFile::suffix;
-    for (const auto& [step, path] : files(end_of_name + suffix)) {
+    for (const auto& [step, path] : files(std::string(end_of_name) + suffix)) {
       const std::string name = path.string();
       detail::TemporaryFile(name.substr(0, name.size() - suffix.size()), std::chrono::seconds(1));
     }

@@ -217,13 +217,8 @@ class BackendGroup final : public Group {
                                  world().rank());
       world_ranks.push_back(world_rank);
     }
-    // A part of the call, which the store compares: ranks with other lists would meet under one name.
-    label(std::make_shared<const std::string>("of the ranks " + joined(members, ", ", " and ")));
-    const struct Unlabelled {
-      Group& group;
-      ~Unlabelled() { group.label(nullptr); }
-    } at_end{*this};
-    begin("new_group");
+    // The store compares the label: ranks with other lists would meet under one name.
+    begin("new_group", {}, std::make_shared<const std::string>("of " + listed_ranks(members)));
     const CallScope scope("new_group");
     if (!can_split())
       throw CommunicationError(

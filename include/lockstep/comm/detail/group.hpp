@@ -125,8 +125,10 @@ class Group {
 
   /// Begins a collective. Throws inside a rank-zero scope and after depart(), rethrows the first error, and
   /// fails the group if the collective can never complete.
-  Call begin(const char* name, const CallContent& content = {}) {
+  Call begin(const char* name, const CallContent& content = {},
+             std::shared_ptr<const std::string> label = nullptr) {
     Call call = open(name, std::nullopt, 0);
+    if (label) call.label = std::move(label);
     call.sequence = status_->enter(call.name, call.served, content, call.label);
     look(call);
     return call;
